@@ -67,7 +67,7 @@ compat: $(call installed,bench) ## build, then load it under every torch that it
 
 sanitize: $(call installed,test) ## build, then run every CUDA kernel under compute-sanitizer (needs a GPU)
 	$(compile)
-	$(python) tests/sanitizer_cases.py
+	$(python) tests/kernels/sanitizer_cases.py
 
 coverage: $(call installed,coverage) $(call installed,timm) ## build, then fuse a tiny model of every type in transformers; writes docs/coverage.md, fills README.md
 	$(compile)
@@ -96,7 +96,7 @@ bench: $(call installed,bench) ## build, then measure at every M from where on f
 	  $(python) benchmarks/peers.py --dim $(D) --hidden $(H) --activation $$activation --out build/bench/$(D)x$(H)-$$activation || exit; \
 	done
 
-tune: $(call installed,bench) ## measure the GEMMs of this GPU and write cuda/sm90/tuning.h or cuda/sm80/tuned.def (needs a GPU and nvcc)
+tune: $(call installed,bench) ## measure the GEMMs of this GPU and write cuda/sm90/plan/tuning.h or cuda/sm80/plan/tuned.def (needs a GPU and nvcc)
 	$(python) tools/tune.py
 
 lint: $(call installed,lint) $(actionlint) ## check the style of all code, the workflows, and what the flake locks

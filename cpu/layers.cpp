@@ -7,14 +7,14 @@
 #include <cstring>
 #include <vector>
 
-#include "../torch-ext/operands.h"
-#include "../torch-ext/tensor_rows.h"
-#include "../torch-ext/torch_gemm.h"
-#include "amx_matmul.h"
-#include "amx_mlp.h"
-#include "few_rows_mlp.h"
-#include "isa.h"
-#include "matmul.h"
+#include "../torch-ext/operands/operands.h"
+#include "../torch-ext/operands/tensor_rows.h"
+#include "../torch-ext/ops/torch_gemm.h"
+#include "amx/amx_matmul.h"
+#include "amx/amx_mlp.h"
+#include "few_rows/few_rows_mlp.h"
+#include "few_rows/matmul.h"
+#include "isa/isa.h"
 
 namespace fused_mlp {
 namespace {

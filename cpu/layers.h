@@ -4,11 +4,11 @@
 
 #include <optional>
 
-#include "../torch-ext/activation.h"
-#include "../torch-ext/plan.h"
+#include "../torch-ext/operands/activation.h"
+#include "../torch-ext/ops/plan.h"
 #include "../torch-ext/torch_binding.h"
 #include "parallel.h"
-#include "pointwise.h"
+#include "pointwise/pointwise.h"
 
 namespace fused_mlp {
 

@@ -5,7 +5,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "../torch-ext/torch_binding.h"
-#include "pointwise.h"
+#include "pointwise/pointwise.h"
 
 namespace fused_mlp {
 

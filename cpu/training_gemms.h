@@ -6,9 +6,9 @@
 
 #include <algorithm>
 
-#include "../torch-ext/adapted.h"
-#include "../torch-ext/backward.h"
-#include "../torch-ext/tensor_rows.h"
+#include "../torch-ext/operands/tensor_rows.h"
+#include "../torch-ext/ops/adapted.h"
+#include "../torch-ext/ops/backward.h"
 #include "layers.h"
 
 namespace fused_mlp {

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "../torch-ext/activation.h"
+#include "../torch-ext/operands/activation.h"
 
 namespace fused_mlp {
 

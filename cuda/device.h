@@ -8,8 +8,8 @@
 #include <cstring>
 #include <vector>
 
-#include "../torch-ext/matrix.h"
-#include "../torch-ext/tensor_rows.h"
+#include "../torch-ext/operands/matrix.h"
+#include "../torch-ext/operands/tensor_rows.h"
 #include "../torch-ext/torch_binding.h"
 #include "gemm/gpu.h"
 

@@ -5,8 +5,8 @@
 
 #include <initializer_list>
 
-#include "../torch-ext/direct.h"
-#include "layer.h"
+#include "../torch-ext/calls/direct.h"
+#include "dense/layer.h"
 
 namespace fused_mlp {
 

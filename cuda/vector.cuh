@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../torch-ext/matrix.h"
+#include "../torch-ext/operands/matrix.h"
 
 namespace fused_mlp {
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Makes cuda/sm90/tuning.h: times every sm_90a GEMM on this GPU over the layers of models, torch's beside them, and
-fits what the dispatch chooses by. Takes about six minutes on an H100. On GPUs that run the GEMMs of sm_80 it times
-those instead, in a minute, and writes the row of the compute capability into cuda/sm80/tuned.def.
+"""Makes cuda/sm90/plan/tuning.h: times every sm_90a GEMM on this GPU over the layers of models, torch's beside them,
+and fits what the dispatch chooses by. Takes about six minutes on an H100. On GPUs that run the GEMMs of sm_80 it times
+those instead, in a minute, and writes the row of the compute capability into cuda/sm80/plan/tuned.def.
 """
 
 import argparse
@@ -26,7 +26,7 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error.name!r} is not installed for {sys.executable} (requirements/bench.txt)")
 
-HEADER = project.ROOT / "cuda/sm90/tuning.h"
+HEADER = project.ROOT / "cuda/sm90/plan/tuning.h"
 FOLDER = project.BUILD / "tune"
 TIMES = FOLDER / "times.json"
 FEW_ROWS = 256  # reported apart

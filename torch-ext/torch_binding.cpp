@@ -2,7 +2,7 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include "plain_modules.h"
+#include "calls/plain_modules.h"
 #include "registration.h"
 
 // kernel-builder leaves out the sources of all backends but the one that it finds: on a Mac Metal, where it sees a GPU.

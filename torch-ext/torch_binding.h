@@ -98,7 +98,7 @@ std::vector<Tensor> norm_backward(const Tensor& grad, const Tensor& x, const Opt
 // two dimensions the other way round. Gates come before ups, or alternate with them where interleaved. With a limit,
 // gates count as that at most, and ups as that in magnitude; up_offset is then added to the ups.
 //
-// On a GPU, raises an error for operands that its kernel does not take (cuda/experts.cpp).
+// On a GPU, raises an error for operands that its kernel does not take (cuda/experts/experts.cpp).
 Tensor experts_mlp(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights,
                    const Tensor& gate_up_weight, const Tensor& down_weight, const OptionalTensor& gate_up_bias,
                    const OptionalTensor& down_bias, int64_t activation, bool gated, bool interleaved, bool transposed,

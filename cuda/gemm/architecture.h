@@ -5,7 +5,7 @@
 
 #include <span>
 
-#include "../../torch-ext/plan.h"
+#include "../../torch-ext/ops/plan.h"
 #include "experts.h"
 #include "gpu.h"
 #include "problem.h"

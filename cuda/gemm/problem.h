@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include "../../torch-ext/activation.h"
-#include "../../torch-ext/matrix.h"
+#include "../../torch-ext/operands/activation.h"
+#include "../../torch-ext/operands/matrix.h"
 
 namespace fused_mlp {
 

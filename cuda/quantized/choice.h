@@ -3,7 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "../../torch-ext/plan.h"
+#include "../../torch-ext/ops/plan.h"
 #include "../gemm/gpu.h"
 #include "problem.h"
 

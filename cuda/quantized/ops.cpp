@@ -4,13 +4,13 @@
 #include <bit>
 #include <optional>
 
-#include "../../torch-ext/plan.h"
-#include "../../torch-ext/quantized.h"
-#include "../../torch-ext/torch_gemm.h"
+#include "../../torch-ext/ops/plan.h"
+#include "../../torch-ext/ops/quantized.h"
+#include "../../torch-ext/ops/torch_gemm.h"
+#include "../dense/fused_gemm.h"
+#include "../dense/layer.h"
 #include "../device.h"
-#include "../fused_gemm.h"
-#include "../layer.h"
-#include "../pointwise.h"
+#include "../pointwise/pointwise.h"
 #include "choice.h"
 #include "decode/decode.h"
 #include "scaled/scaled.h"

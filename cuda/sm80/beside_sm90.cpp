@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <limits>
 
-#include "../gemm/lines.h"
-#include "plan.h"
+#include "../gemm/choice/lines.h"
+#include "plan/plan.h"
 
 namespace fused_mlp::sm80 {
 namespace {
@@ -15,7 +15,7 @@ constexpr int kLargestTile = 32;  // most kernels have no larger one
 constexpr int kLeastTile = 8;
 constexpr int kRowTiles = 2;
 // Fitted to 2821 products of 1 to 32 rows on an H100 and an H200, each call with other weights, together with those of
-// sm_90a's streamed kernels, with whose estimates these are compared (cuda/sm90/tuning.h).
+// sm_90a's streamed kernels, with whose estimates these are compared (cuda/sm90/plan/tuning.h).
 constexpr double kStart = 1.714;              // microseconds
 constexpr double kRound = 0.311;              // microseconds
 constexpr double kShareOfBandwidth = 0.9335;  // the part of the nominal bandwidth that is reached

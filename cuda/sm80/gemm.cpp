@@ -3,10 +3,10 @@
 #include <cuda_fp16.h>
 
 #include "../gemm/architecture.h"
-#include "../gemm/refusal.h"
-#include "grouped_plan.h"
-#include "plan.h"
-#include "time_model.h"
+#include "../gemm/choice/refusal.h"
+#include "grouped/grouped_plan.h"
+#include "plan/plan.h"
+#include "plan/time_model.h"
 
 namespace fused_mlp::sm80 {
 

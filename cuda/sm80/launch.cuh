@@ -5,9 +5,9 @@
 
 #include "../gemm/problem.h"
 #include "../gemm/shared_memory.cuh"
-#include "plan.h"
-#include "streamed_gemm.cuh"
-#include "tiled_gemm.cuh"
+#include "dense/streamed_gemm.cuh"
+#include "dense/tiled_gemm.cuh"
+#include "plan/plan.h"
 
 namespace fused_mlp::sm80 {
 
@@ -75,7 +75,7 @@ cudaError_t launch(const GemmProblem& p, const GemmKernel& kernel, const Gpu& gp
     if (kernel == tiled(Product::k##PRODUCT, __VA_ARGS__).kernel)                                \
       return launch_tiled<TiledGemm<Element, Product::k##PRODUCT, __VA_ARGS__>>(p, gpu, stream); \
   }
-#include "kernels.def"
+#include "plan/kernels.def"
   return cudaErrorInvalidValue;
 }
 

@@ -6,7 +6,7 @@
 // read as it lies, [k, n]: then a stage has a row for each of block_k, and ldmatrix transposes.
 #pragma once
 
-#include "../../torch-ext/matrix.h"
+#include "../../torch-ext/operands/matrix.h"
 #include "ptx.cuh"
 #include "shape.h"
 

@@ -1,7 +1,7 @@
 // Where the rows of a matrix begin, and how much shared memory a CTA of the chip that is compiled for may have.
 #pragma once
 
-#include "../../torch-ext/matrix.h"
+#include "../../torch-ext/operands/matrix.h"
 #include "shape.h"
 
 namespace fused_mlp::sm80 {

@@ -3,11 +3,11 @@
 #include <cuda_fp16.h>
 
 #include "../gemm/architecture.h"
-#include "../gemm/refusal.h"
-#include "grouped.h"
-#include "plan.h"
-#include "rank_rows.h"
-#include "tuning.h"
+#include "../gemm/choice/refusal.h"
+#include "grouped/grouped.h"
+#include "low_rank/rank_rows.h"
+#include "plan/plan.h"
+#include "plan/tuning.h"
 
 namespace fused_mlp::sm90 {
 

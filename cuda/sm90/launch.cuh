@@ -7,9 +7,9 @@
 #include "../gemm/problem.h"
 #include "../gemm/shared_memory.cuh"
 #include "chip.h"
-#include "streamed_gemm.cuh"
+#include "dense/streamed_gemm.cuh"
+#include "dense/tiled_gemm.cuh"
 #include "tensor_map.h"
-#include "tiled_gemm.cuh"
 
 namespace fused_mlp::sm90 {
 
@@ -185,7 +185,7 @@ cudaError_t launch(const GemmProblem& p, const GemmKernel& kernel, int multiproc
                                                                                          stream);
 #define FUSED_MLP_TILED FUSED_MLP_LAUNCH_TILED
 #define FUSED_MLP_TRAINING(...)
-#include "kernels.def"
+#include "plan/kernels.def"
   return cudaErrorInvalidValue;
 }
 
@@ -195,7 +195,7 @@ cudaError_t launch_training(const GemmProblem& p, const GemmKernel& kernel, int 
 #define FUSED_MLP_STREAMED(...)
 #define FUSED_MLP_TILED(...)
 #define FUSED_MLP_TRAINING FUSED_MLP_LAUNCH_TILED
-#include "kernels.def"
+#include "plan/kernels.def"
   return cudaErrorInvalidValue;
 }
 

@@ -2,7 +2,7 @@
 
 #include <cuda.h>
 
-#include "../../torch-ext/matrix.h"
+#include "../../torch-ext/operands/matrix.h"
 
 namespace fused_mlp::sm90 {
 

@@ -56,7 +56,7 @@ def smoke() -> int:
 def _hub(clone: Path, folder: Path):
     """A Hub in a process of its own: its address with a home without a cache, and who may publish there."""
     identity = secrets.token_hex()
-    command = [sys.executable, clone / "tests/hub", folder / "repositories", "--identity", identity]
+    command = [sys.executable, clone / "tests/releasing/hub", folder / "repositories", "--identity", identity]
     command += ["--repository", project.repo_id(), "--trusted", project.repo_id().split("/")[0]]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}  # it ends when its input does
     with subprocess.Popen(command, text=True, **pipes) as process:

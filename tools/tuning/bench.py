@@ -90,7 +90,7 @@ def build(folder: Path, architecture: str = "sm90", code: str = "90a") -> ctypes
         raise TuneError("no nvcc in CUDA_HOME, on the PATH or in /usr/local/cuda")
     folder.mkdir(parents=True, exist_ok=True)
     listed = project.config()["kernel"][f"cuda_{architecture}"]["src"]
-    listed = [*listed, "cuda/gemm/refusal.cpp", "cuda/pointwise.cu"]
+    listed = [*listed, "cuda/gemm/choice/refusal.cpp", "cuda/pointwise/pointwise.cu"]
     sources = [project.ROOT / source for source in listed if source.endswith((".cpp", ".cu"))]
     flags = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", f"-gencode=arch=compute_{code},code=sm_{code}"]
     flags += [f"-DTUNED={architecture}", "-Xcompiler=-fPIC", "-shared"]

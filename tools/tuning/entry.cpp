@@ -1,7 +1,7 @@
 // The GEMMs of an architecture, which TUNED names, and the pointwise kernel for ctypes, with the kernel of the caller's
 // choice.
 #include "../../cuda/gemm/architecture.h"
-#include "../../cuda/pointwise.h"
+#include "../../cuda/pointwise/pointwise.h"
 #include "shape.h"
 
 using namespace fused_mlp;

@@ -1,4 +1,4 @@
-"""Fits the constants of the model of the kernels' times (cuda/sm90/time_model.h) to times that were measured.
+"""Fits the constants of the model of the kernels' times (cuda/sm90/plan/time_model.h) to times that were measured.
 
 The formulas are the package's own, called through `Model`: none of them stands here.
 """
@@ -23,7 +23,7 @@ MOST_LOG = 3.0  # a constant is varied by factors of up to e to this power
 
 @dataclass
 class TiledTime:
-    """As in cuda/sm90/time_model.h, which says what the constants mean."""
+    """As in cuda/sm90/plan/time_model.h, which says what the constants mean."""
 
     start: float = 0.0
     round: float = 0.0
@@ -33,7 +33,7 @@ class TiledTime:
 
 @dataclass
 class StreamedTime:
-    """As in cuda/sm90/time_model.h, which says what the constants mean. The defaults are where a search starts."""
+    """As in cuda/sm90/plan/time_model.h, which says what the constants mean. The defaults are where a search starts."""
 
     start: float = 2.0
     wide: float = 0.5
@@ -51,7 +51,7 @@ class StreamedTime:
 
 @dataclass
 class TorchTime:
-    """As in cuda/sm90/time_model.h, which says what the constants mean. The defaults are where a search starts."""
+    """As in cuda/sm90/plan/time_model.h, which says what the constants mean. The defaults are where a search starts."""
 
     start: float = 2.5
     share_of_bandwidth: float = 0.85

@@ -1,4 +1,4 @@
-"""Writes cuda/sm90/tuning.h."""
+"""Writes cuda/sm90/plan/tuning.h."""
 
 from dataclasses import astuple
 

@@ -28,7 +28,7 @@ class Kernel(NamedTuple):
 
 
 class Gpu(NamedTuple):
-    """As its driver describes it: MeasuredOn of cuda/sm90/time_model.h."""
+    """As its driver describes it: MeasuredOn of cuda/sm90/plan/time_model.h."""
 
     multiprocessors: int
     cycles_per_microsecond: float

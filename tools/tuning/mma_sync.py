@@ -1,6 +1,6 @@
 """Constants of the model of the GEMMs of sm_80 for the GPUs of a capability, measured on one of them: a row of
-cuda/sm80/tuned.def. Every kernel and torch's GEMM are timed on a few products. A constant of ours makes the model right
-about the product where ours reached the least; one of torch's, where torch's way reached the most.
+cuda/sm80/plan/tuned.def. Every kernel and torch's GEMM are timed on a few products. A constant of ours makes the model
+right about the product where ours reached the least; one of torch's, where torch's way reached the most.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ import project
 from tuning import bench
 from tuning.prediction import Gpu, Predictor
 
-ROWS = project.ROOT / "cuda/sm80/tuned.def"
+ROWS = project.ROOT / "cuda/sm80/plan/tuned.def"
 
 
 class Product(NamedTuple):
@@ -92,7 +92,7 @@ def _launcher(library, gpu, number, product, x, weights, out) -> Callable[[], No
 
 
 def fit(times: Times, predictor: Predictor, gpu: Gpu) -> list[float | list[float]]:
-    """The members of Tuning (cuda/sm80/tuning.h) behind the capability."""
+    """The members of Tuning (cuda/sm80/plan/tuning.h) behind the capability."""
     shares, of_bandwidth, start, *_ = predictor.constants(gpu)
     started, torch_started = (
         min(time for number, time in times[SMALL].items() if number is not None),

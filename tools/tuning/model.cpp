@@ -1,9 +1,9 @@
 // The choice of a kernel and the model of its time, for ctypes. Includes no CUDA header and calls no CUDA function.
 #include <cstring>
 
-#include "../../cuda/sm90/plan.h"
-#include "../../cuda/sm90/time_model.h"
-#include "../../cuda/sm90/tuning.h"
+#include "../../cuda/sm90/plan/plan.h"
+#include "../../cuda/sm90/plan/time_model.h"
+#include "../../cuda/sm90/plan/tuning.h"
 #include "shape.h"
 
 using namespace fused_mlp;

@@ -10,8 +10,8 @@ import project
 from builder import toolchain
 from tuning.kernels import Kernel
 
-SOURCES = ("cuda/sm90/plan.cpp", "cuda/sm90/time_model.cpp", "tools/tuning/model.cpp")
-LINEAR, GELU_TANH = 0, 2  # codes of torch-ext/activation.h
+SOURCES = ("cuda/sm90/plan/plan.cpp", "cuda/sm90/plan/time_model.cpp", "tools/tuning/model.cpp")
+LINEAR, GELU_TANH = 0, 2  # codes of torch-ext/operands/activation.h
 
 SHAPE = np.dtype([(name, np.int64) for name in ("m", "n", "k", "gated", "activation", "multiprocessors")])
 KERNEL = np.dtype([(name, np.int32) for name in Kernel._fields])

@@ -3,10 +3,10 @@
 #include <cstring>
 #include <iterator>
 
-#include "../../cuda/gemm/record.h"
-#include "../../cuda/sm80/grouped_plan.h"
-#include "../../cuda/sm80/plan.h"
-#include "../../cuda/sm80/time_model.h"
+#include "../../cuda/gemm/choice/record.h"
+#include "../../cuda/sm80/grouped/grouped_plan.h"
+#include "../../cuda/sm80/plan/plan.h"
+#include "../../cuda/sm80/plan/time_model.h"
 #include "shape.h"
 
 using namespace fused_mlp;

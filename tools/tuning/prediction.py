@@ -11,12 +11,12 @@ from builder import toolchain
 
 SOURCES = (
     "cuda/sm80/beside_sm90.cpp",
-    "cuda/sm80/grouped_plan.cpp",
-    "cuda/sm80/plan.cpp",
-    "cuda/sm80/time_model.cpp",
+    "cuda/sm80/grouped/grouped_plan.cpp",
+    "cuda/sm80/plan/plan.cpp",
+    "cuda/sm80/plan/time_model.cpp",
     "tools/tuning/prediction.cpp",
 )
-ACTIVATIONS = {"linear": 0, "gelu_pytorch_tanh": 2, "silu": 4}  # codes of torch-ext/activation.h
+ACTIVATIONS = {"linear": 0, "gelu_pytorch_tanh": 2, "silu": 4}  # codes of torch-ext/operands/activation.h
 
 
 class Gpu(ctypes.Structure):
@@ -67,7 +67,7 @@ class _Prediction(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Prediction:
-    kernel: int  # its number in cuda/sm80/kernels.def
+    kernel: int  # its number in cuda/sm80/plan/kernels.def
     ours: bool  # whether it is taken
     microseconds: float
     torch_microseconds: float
@@ -144,7 +144,7 @@ class Predictor:
         return self._library.flops_per_microsecond(ctypes.byref(gpu))
 
     def constants(self, gpu: Gpu) -> list:
-        """The members of Tuning (cuda/sm80/tuning.h) behind the capability, as they are for a GPU."""
+        """The members of Tuning (cuda/sm80/plan/tuning.h) behind the capability, as they are for a GPU."""
         tiles = len(self.tiles())
         found = (ctypes.c_double * (tiles + 5))()
         self._library.constants(ctypes.byref(gpu), found)

@@ -50,7 +50,7 @@ class Layer(NamedTuple):
     def __call__(self, x: Tensor, mask: Optional[Tensor] = None) -> Tensor:
         """The result by PyTorch's operations, ``[..., out]``, in the dtype of the layer's own product.
 
-        ``mask`` is that of a dropout which was drawn before, in bits (torch-ext/adapted.h).
+        ``mask`` is that of a dropout which was drawn before, in bits (torch-ext/ops/adapted.h).
         """
         multiply = quantized.product if type(self.weight) is QuantizedWeight else F.linear
         result = multiply(x, self.weight, self.bias)
@@ -229,7 +229,7 @@ def in_one_op(
 
 
 def run_parts(pattern: Any, recorded: bool, operands: Tuple[Any, ...], adapters: Tuple[Any, ...]) -> Optional[Tensor]:
-    """The result of a pattern, given the operands that compiled code has found (torch-ext/parts.h), all of one dtype.
+    """The result of a pattern, of operands that compiled code has found (torch-ext/calls/parts.h), all of one dtype.
 
     None where the op does not take them.
     """
@@ -370,7 +370,7 @@ def composed(
 _forward, _backward = native.adapted_forward, native.adapted_backward
 # Without what OpOverload does before it in Python, for calls that nothing traces.
 _plain_forward, _plain_backward = (getattr(op, "_op", op) for op in (_forward, _backward))
-_NOTHING, _ROWS, _VALUES = range(3)  # what a forward keeps, as in torch-ext/adapted.h
+_NOTHING, _ROWS, _VALUES = range(3)  # what a forward keeps, as in torch-ext/ops/adapted.h
 _IDENTITY = get_activation(None).code
 _FIRST_OF_ADAPTERS = 6  # behind three weights and three biases
 

@@ -353,8 +353,8 @@ def _computed(op: str, given: Operands, activation: int, memory: str = training.
 def is_plainly_recorded(op: str, given: Sequence[Optional[Tensor]]) -> Optional[bool]:
     """True if autograd follows a call that can be one op by its operands and the global state; None if it cannot.
 
-    Compiled code (torch-ext/plain_modules.h) asks what ``composition_reason`` and ``recording_reason`` ask of these, in
-    less time.
+    Compiled code (torch-ext/calls/plain_modules.h) asks what ``composition_reason`` and ``recording_reason`` ask of
+    these, in less time.
     """
     recorded = None if _plain is None or _is_compiling() else _plain.is_recorded(given)
     if op == "experts_mlp" and recorded is not None and dispatch.select(op, given[0]) is not native:

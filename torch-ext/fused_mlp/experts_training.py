@@ -41,7 +41,7 @@ def refusal(
     return None
 
 
-# As in cuda/experts_training.cpp: a step of the sums over them.
+# As in cuda/experts/experts_training.cpp: a step of the sums over them.
 _FEATURES = 64
 _ADAPTED_FEATURES = 128  # rows of a tile of an outer product
 

@@ -31,7 +31,7 @@ _is_compiling = torch.compiler.is_compiling
 class Given(NamedTuple):
     """The operands of a norm: x ``[..., features]``, weight and bias ``[features]``, and what the op is told besides.
 
-    ``code`` is one of torch-ext/norm.h. ``rounded``: what is normed is rounded before it is multiplied by the weight.
+    ``code`` is one of torch-ext/ops/norm.h. ``rounded``: what is normed is rounded before the weight multiplies it.
     """
 
     x: Tensor

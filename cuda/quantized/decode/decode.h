@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "../../../torch-ext/matrix.h"
+#include "../../../torch-ext/operands/matrix.h"
 
 namespace fused_mlp {
 
@@ -18,7 +18,7 @@ struct CodedScales {
   float offset = 0.0f;
 };
 
-// torch-ext/quantized.h says how values and codes are packed, and what they stand for. Any block, any alignment.
+// torch-ext/ops/quantized.h says how values and codes are packed, and what they stand for. Any block, any alignment.
 struct CodedElements {
   const uint8_t* data;
   const float* code;

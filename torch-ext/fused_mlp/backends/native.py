@@ -46,7 +46,7 @@ quantized_decode = ops.quantized_decode.default
 quantized_linear = ops.quantized_linear.default
 quantized_mlp = ops.quantized_mlp.default
 
-# The extension as a Python module: what it asks of torch's modules (torch-ext/plain_modules.h).
+# The extension as a Python module: what it asks of torch's modules (torch-ext/calls/plain_modules.h).
 plain_modules = getattr(_ops, ops.name)
 
 
@@ -88,8 +88,8 @@ def experts_refusal(
 ) -> Optional[str]:
     """The code in ``plans.REFUSALS`` of why ``experts_mlp`` refuses operands of which :func:`refusal` says nothing.
 
-    It would raise an error, as cuda/experts.cpp says and has to be known of the tensors that are traced too, or take
-    longer than its parts: for the kernels of the GPU's architecture to decide, but where a call is compiled.
+    It would raise an error, as cuda/experts/experts.cpp says and has to be known of the tensors that are traced too, or
+    take longer than its parts: for the kernels of the GPU's architecture to decide, but where a call is compiled.
     """
     if DEVICE_TYPE == "cpu":
         return None
@@ -124,10 +124,10 @@ def experts_refusal(
     return json.loads(record)[0].get("refusal")
 
 
-# As in cuda/experts.cpp and cuda/gemm/grouped.h.
+# As in cuda/experts/experts.cpp and cuda/gemm/grouped.h.
 _MOST_SLOTS, _MOST_EXPERTS = 2**24, 512
 _MOST_ROWS = 2**31 - 1 - 1024
-# Rows of an expert, on average, as in cuda/sm90/grouped.cpp.
+# Rows of an expert, on average, as in cuda/sm90/grouped/grouped.cpp.
 _MOST_TRANSPOSED_ROWS = 32
 
 

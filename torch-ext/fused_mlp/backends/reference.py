@@ -99,7 +99,7 @@ def experts_mlp(
 
 
 def norm(x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, code: int, rounded: bool) -> Tensor:
-    """A norm over the last dimension, of a code of the ops (torch-ext/norm.h), as modules spell it out.
+    """A norm over the last dimension, of a code of the ops (torch-ext/ops/norm.h), as modules spell it out.
 
     All is computed in float32 and cast to the dtype of ``x``; ``rounded``: what is normed is, before the weight.
     """
@@ -119,7 +119,7 @@ def norm(x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
 def quantized_decode(
     weight: Sequence[Optional[Tensor]], layout: Sequence[int], offset: float, dtype: torch.dtype
 ) -> Tensor:
-    """A quantised weight, ``[out, in]``, given the operands of the compiled op (torch-ext/quantized.h)."""
+    """A quantised weight, ``[out, in]``, given the operands of the compiled op (torch-ext/ops/quantized.h)."""
     data, scales, code, nested_scales, nested_code = weight
     out, width, block_rows, block, nested_block = layout
     if code is None:

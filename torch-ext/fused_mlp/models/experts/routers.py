@@ -152,7 +152,7 @@ def _operands(module: nn.Module, form: _Form) -> Union[str, _Operands]:
     return weight, width, top_k
 
 
-_MOST_EXPERTS, _MOST_CHOSEN = 512, 32  # as in cuda/router.h
+_MOST_EXPERTS, _MOST_CHOSEN = 512, 32  # as in cuda/router/router.h
 
 
 def _routed(module: nn.Module, form: _Form, x: Any) -> Optional[Tuple[Tensor, Tensor, Tensor]]:

@@ -1,6 +1,6 @@
 """Recognition of norms over the last dimension and of scales: torch's by class, others by proof from their source.
 
-At each call compiled code checks that the class and the module have not changed since (torch-ext/parts.cpp,
+At each call compiled code checks that the class and the module have not changed since (torch-ext/calls/parts.cpp,
 ``read_norm``).
 """
 
@@ -20,7 +20,7 @@ from ..reading.values import Bound, Dependency, Held, Node, NotProved, Proof, Pr
 from . import obstacles
 from .guards import Guards, guards_of
 
-LAYER, RMS, RMS_OF_ONE_MORE, SCALE = 1, 2, 3, 4  # the codes of the ops (torch-ext/norm.h)
+LAYER, RMS, RMS_OF_ONE_MORE, SCALE = 1, 2, 3, 4  # the codes of the ops (torch-ext/ops/norm.h)
 
 
 class Norm(NamedTuple):

@@ -19,7 +19,7 @@ class Plan(NamedTuple):
     ``wide``: product and sum of the block are computed in float32, and cast to the dtype of the residual;
     ``modulation_wide``: so is the modulation of the first norm. ``names`` are all parts that are known by name.
 
-    Compiled code reads the fields by their places (torch-ext/plain_modules.cpp).
+    Compiled code reads the fields by their places (torch-ext/calls/plain_modules.cpp).
     """
 
     pattern: Optional[Pattern]

@@ -2,9 +2,9 @@
 
 A call inside of a model finds the processor's caches full of the rest of the model, so its time goes with the code and
 the data that it touches. Of the commonest case, plain linear layers and a known activation, compiled code
-(torch-ext/plain_modules.h) asks what :mod:`forwards` asks with the help of four other modules. All other cases are left
-to that. Nothing is remembered of a module: weights that were replaced, hooks, adapters, modes and patched functions are
-seen as they are at the call.
+(torch-ext/calls/plain_modules.h) asks what :mod:`forwards` asks with the help of four other modules. All other cases
+are left to that. Nothing is remembered of a module: weights that were replaced, hooks, adapters, modes and patched
+functions are seen as they are at the call.
 """
 
 from __future__ import annotations

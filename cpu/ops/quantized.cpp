@@ -1,0 +1,137 @@
+// The CPU backend's ops of layers with quantised weights: they are decoded, and the layers are those of other weights.
+#include "../../torch-ext/ops/quantized.h"
+
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Float8_e4m3fn.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <algorithm>
+#include <array>
+
+#include "../../torch-ext/ops/plan.h"
+#include "../layers.h"
+
+namespace fused_mlp {
+namespace {
+
+using torch::headeronly::Float8_e4m3fn;
+using torch::headeronly::ScalarType;
+
+float scale_of(const QuantizedWeight& weight, int64_t block) {
+  if (!weight.nested()) return static_cast<const float*>(weight.scales.const_data_ptr())[block];
+  const auto* const nested_scales = static_cast<const float*>(weight.nested_scales->const_data_ptr());
+  const auto* const nested_code = static_cast<const float*>(weight.nested_code->const_data_ptr());
+  const uint8_t code = static_cast<const uint8_t*>(weight.scales.const_data_ptr())[block];
+  const volatile float product = nested_code[code] * nested_scales[block / weight.nested_block];  // rounded by itself
+  return product + static_cast<float>(weight.offset);
+}
+
+// A block has 16 values, which are rounded once for all its elements.
+template <typename T>
+void decode_blocks(const QuantizedWeight& weight, int64_t first, int64_t last, T* out) {
+  const auto* const data = static_cast<const uint8_t*>(weight.data.const_data_ptr());
+  const auto* const code = static_cast<const float*>(weight.code->const_data_ptr());
+  for (int64_t block = first; block < last; ++block) {
+    const float scale = scale_of(weight, block);
+    T values[16];
+    for (int i = 0; i < 16; ++i) values[i] = static_cast<T>(code[i] * scale);
+    int64_t i = block * weight.block;
+    const int64_t end = std::min(weight.elements(), i + weight.block);
+    if (i < end && i % 2 == 1) {
+      out[i] = values[data[i / 2] & 15];
+      ++i;
+    }
+    for (; i + 1 < end; i += 2) {
+      const uint8_t pair = data[i / 2];
+      out[i] = values[pair >> 4];
+      out[i + 1] = values[pair & 15];
+    }
+    if (i < end) out[i] = values[data[i / 2] >> 4];
+  }
+}
+
+// Every byte as a float.
+const std::array<float, 256>& fp8_values() {
+  static const std::array<float, 256> values = [] {
+    std::array<float, 256> made;
+    for (int i = 0; i < 256; ++i) {
+      made[i] = Float8_e4m3fn(static_cast<uint8_t>(i), Float8_e4m3fn::from_bits());
+    }
+    return made;
+  }();
+  return values;
+}
+
+template <typename T>
+void decode_rows(const QuantizedWeight& weight, int64_t first, int64_t last, T* out) {
+  const auto* const data = static_cast<const uint8_t*>(weight.data.const_data_ptr());
+  const auto* const scales = static_cast<const float*>(weight.scales.const_data_ptr());
+  const std::array<float, 256>& values = fp8_values();
+  for (int64_t row = first; row < last; ++row) {
+    const float* const of_row = scales + row / weight.block_rows * weight.blocks_of_row();
+    for (int64_t begin = 0; begin < weight.k; begin += weight.block) {
+      const float scale = of_row[begin / weight.block];
+      const int64_t end = std::min(weight.k, begin + weight.block);
+      for (int64_t i = row * weight.k + begin; i < row * weight.k + end; ++i) {
+        out[i] = static_cast<T>(values[data[i]] * scale);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+Tensor decoded(const QuantizedWeight& weight, ScalarType dtype) {
+  const std::vector<int64_t> sizes{weight.n, weight.k};
+  const Tensor out = new_dense(weight.data, sizes, dtype);
+  const auto fill = [&]<typename T>(T*) {
+    auto* const elements = static_cast<T*>(out.mutable_data_ptr());
+    if (weight.fp8()) {
+      torch::stable::parallel_for(0, weight.n, ceil_div(kGrain, std::max<int64_t>(1, weight.k)),
+                                  [&](int64_t begin, int64_t end) { decode_rows(weight, begin, end, elements); });
+    } else {
+      torch::stable::parallel_for(0, weight.blocks(), ceil_div(kGrain, weight.block),
+                                  [&](int64_t begin, int64_t end) { decode_blocks(weight, begin, end, elements); });
+    }
+  };
+  switch (dtype) {
+    case ScalarType::Float:
+      fill(static_cast<float*>(nullptr));
+      break;
+    case ScalarType::Half:
+      fill(static_cast<torch::headeronly::Half*>(nullptr));
+      break;
+    case ScalarType::BFloat16:
+      fill(static_cast<torch::headeronly::BFloat16*>(nullptr));
+      break;
+    default:
+      STD_TORCH_CHECK(false, "dtype must be float32, float16 or bfloat16, not ", torch::headeronly::toString(dtype));
+  }
+  return out;
+}
+
+Tensor run_quantized(const Tensor& x, const QuantizedLayers& layers, int64_t activation) {
+  dtype_of(x, "x");
+  const auto of_dtype = [&](const QuantizedLayer& layer) { return decoded(layer.weight, x.scalar_type()); };
+  const Tensor first = of_dtype(layers.first());
+  const OptionalTensor up = layers.gated ? OptionalTensor(of_dtype(*layers.up())) : std::nullopt;
+  const HiddenLayer hidden{first, layers.first().bias, up ? &*up : nullptr, up ? &layers.up()->bias : nullptr,
+                           activation};
+  if (layers.second() == nullptr) return run_layers(x, hidden, nullptr);
+  const Tensor second = of_dtype(*layers.second());
+  const OutputLayer output{second, layers.second()->bias};
+  return run_layers(x, hidden, &output);
+}
+
+std::string plan_quantized(const Tensor& x, const std::vector<OptionalTensor>& weights,
+                           const std::vector<int64_t>& layouts, const std::vector<OptionalTensor>& biases,
+                           int64_t activation, bool gated) {
+  const std::vector<double> offsets(biases.size());
+  const QuantizedLayers layers(x, weights, layouts, offsets, biases, activation, gated);
+  PlanRecord plan;
+  const int64_t count = layers.second() == nullptr ? 1 : 2;
+  for (int64_t i = 0; i < count; ++i) plan.layer().set("implementation", "decoded");
+  return plan.text();
+}
+
+}  // namespace fused_mlp

@@ -1,0 +1,107 @@
+// One kernel for a whole layer, or the reason why there is none.
+#pragma once
+
+#include "../../torch-ext/calls/direct.h"
+#include "../device.h"
+#include "../gemm/architecture.h"
+
+namespace fused_mlp {
+
+// The operand of a layer: rows of k elements. Its data may be null until the launch.
+struct Input {
+  Matrix matrix;
+  int64_t rows;
+  int64_t cols;
+  DType dtype;
+};
+
+struct FusedGemm {
+  const Architecture* architecture;
+  const Gpu& gpu;
+  cudaStream_t stream;
+  Launcher launcher;  // what is chosen where the CPU launches it may not be in a graph
+  GemmProblem problem{};
+  GemmPlan plan{};
+  Refusal refusal;
+
+  // `described`: why no kernel can read the layer's weights or biases, or kNone.
+  FusedGemm(const Input& x, const PlainLayer& layer, Refusal described, const Gpu& gpu, cudaStream_t stream,
+            Place place)
+      : FusedGemm(x, layer, described, gpu, stream, launcher_of(place, stream), place.ctas_before, false) {}
+
+  // Plans a layer of this one's result, before either is launched.
+  FusedGemm behind(const PlainLayer& layer, Refusal described) const {
+    const Input x{{nullptr, problem.n}, problem.m, problem.n, problem.dtype};
+    return {x, layer, described, gpu, stream, launcher, ctas(), fused()};
+  }
+
+  bool fused() const { return refusal == Refusal::kNone; }
+  int64_t ctas() const { return fused() ? ctas_of(problem, plan.kernel) : 0; }
+
+  // True if the kernel adds its results to rows that lie like these.
+  bool adds_to(const Matrix& addend) const {
+    const bool pairs = reinterpret_cast<uintptr_t>(addend.data) % 4 == 0 && addend.row_stride % 2 == 0;
+    return fused() && pairs && plan.kernel.loop == MainLoop::kStreamed && plan.kernel.product == Product::kPlain;
+  }
+
+  // Computes the layer, and addend + factor * that where there is an addend.
+  void launch(const void* a, void* out, const Matrix& addend = kNoMatrix, float factor = 1.0f) {
+    problem.epilogue.addend = addend;
+    problem.epilogue.factor = factor;
+    problem.a.data = const_cast<void*>(a);
+    problem.out.data = out;
+    check(plan.architecture->launch(problem, plan, gpu, stream));
+  }
+
+ private:
+  static Launcher launcher_of(const Place& place, cudaStream_t stream) {
+    if (is_captured(stream)) return Launcher::kGraph;
+    return place.in_block ? Launcher::kCpuInBlock : Launcher::kCpu;
+  }
+
+  FusedGemm(const Input& x, const PlainLayer& layer, Refusal described, const Gpu& gpu, cudaStream_t stream,
+            Launcher launcher, int64_t ctas_before, bool behind_gemm)
+      : architecture(architecture_of(gpu)),
+        gpu(gpu),
+        stream(stream),
+        launcher(launcher),
+        refusal(choose(x, layer, described, ctas_before, behind_gemm)) {}
+
+  Refusal choose(const Input& x, const PlainLayer& layer, Refusal described, int64_t ctas_before, bool behind_gemm) {
+    problem.a = x.matrix;
+    problem.weight = layer.weight;
+    problem.up_weight = layer.up_weight;
+    problem.out = {nullptr, layer.out};
+    problem.m = x.rows;
+    problem.n = layer.out;
+    problem.k = x.cols;
+    problem.dtype = x.dtype;
+    problem.epilogue = {layer.bias, layer.up_bias, layer.activation};
+    problem.ctas_before = ctas_before;
+    problem.behind_norm = ctas_before > 0 && !behind_gemm;
+    if (architecture == nullptr) return Refusal::kGpu;
+    return described == Refusal::kNone ? choose_gemm(*architecture, problem, gpu, &plan, launcher) : described;
+  }
+};
+
+// Memory of torch's allocator without a tensor around it, which the CPU has in a third of the time. What is queued on
+// the stream may use it still when it is given back, as with a tensor's.
+class Scratch {
+ public:
+  explicit Scratch(int64_t bytes) {
+    TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_caching_allocator_raw_alloc(bytes, &data_));
+  }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  ~Scratch() { aoti_torch_cuda_caching_allocator_raw_delete(data_); }
+  void* data() const { return data_; }
+
+ private:
+  void* data_ = nullptr;
+};
+
+// A thread's first product by torch on a GPU makes a cuBLAS handle, which cannot be made while a stream is captured. A
+// GEMM of ours may be torch's in a graph, and all products before may have been ours: torch is to make one before.
+bool lacks_cublas_handle(const FusedGemm& gemm, int32_t device);
+
+}  // namespace fused_mlp

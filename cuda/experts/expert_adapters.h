@@ -1,0 +1,157 @@
+// Adapters of a mixture's experts: their factors as products take them, and the low-rank terms that these add.
+#pragma once
+
+#include <vector>
+
+#include "expert_operands.h"
+#include "rows/stack_copies.h"
+
+namespace fused_mlp {
+
+// The factors of an adapter beside a layer, both or neither: a [groups, rank, k] and b [groups, n, rank], of a multiple
+// of kRankStep ranks, for every expert or, where rows are not sorted, for every slot. Of products that read their
+// weights as they lie, b is [groups, k, n], its k filled up with zeros to a multiple of kTransposedK.
+struct RankFactors {
+  OptionalTensor a, b;
+
+  explicit operator bool() const { return a.has_value(); }
+};
+
+constexpr int64_t kRankStep = 8;
+
+inline Stack stack_of(const Tensor& tensor, bool transposed = false) {
+  const int row = transposed ? 2 : 1, column = transposed ? 1 : 2;
+  return {const_cast<void*>(tensor.const_data_ptr()),
+          weight_type(tensor),
+          {tensor.stride(0), tensor.stride(row), tensor.stride(column)}};
+}
+
+// Adapters as they are given: a [experts, rank, in] and b [experts, out, rank] of any strides, in float32 or the dtype
+// of x, and what their products are multiplied by.
+class ExpertAdapters {
+ public:
+  ExpertAdapters(const std::vector<OptionalTensor>& factors, const std::vector<double>& scalings, const Tensor& like,
+                 const Routes& routes, const Tensor& gate_up_weight, const Tensor& down_weight)
+      : factors_(factors), scalings_(scalings), like_(like), routes_(routes) {
+    STD_TORCH_CHECK(factors.empty() || (factors.size() == 4 && scalings.size() == 2),
+                    "factors must be two of each layer");
+    for (size_t layer = 0; 2 * layer < factors.size(); ++layer) {
+      const Tensor& weight = layer == 0 ? gate_up_weight : down_weight;
+      STD_TORCH_CHECK(a(layer).has_value() == b(layer).has_value(), "factors must be two of each layer");
+      if (!has(layer)) continue;
+      for (const Tensor* factor : {&*a(layer), &*b(layer)}) {
+        const ScalarType type = factor->scalar_type();
+        STD_TORCH_CHECK(factor->dim() == 3 && factor->size(0) == routes.experts && factor->device() == like.device() &&
+                            (type == ScalarType::Float || type == like.scalar_type()),
+                        "factors must be [experts, ., .], in the dtype of x or in float32, on its device");
+      }
+      STD_TORCH_CHECK(a(layer)->size(1) == b(layer)->size(2) && a(layer)->size(1) > 0 &&
+                          b(layer)->size(1) == weight.size(1) && a(layer)->size(2) == weight.size(2),
+                      "factors must fit the weights");
+    }
+  }
+
+  bool has(size_t layer) const { return !factors_.empty() && a(layer).has_value(); }
+  bool any() const { return has(0) || has(1); }
+  int64_t rank(size_t layer) const { return a(layer)->size(1); }
+
+  // Those of both layers: a times the scaling, and b. `of_slots`: of the experts of slots.
+  std::pair<RankFactors, RankFactors> for_forward(bool of_slots, cudaStream_t stream) const {
+    StackCopies copies{};
+    if (of_slots) copies.of_slots = routes_;
+    const int64_t groups = of_slots ? routes_.slots() : routes_.experts;
+    const auto factors = [&](size_t layer) -> RankFactors {
+      if (!has(layer)) return {};
+      const int64_t ranks = in_steps(rank(layer), kRankStep);
+      return {copied(copies, *a(layer), false, {groups, ranks, a(layer)->size(2)}, scalings_[layer]),
+              copied(copies, *b(layer), false, {groups, b(layer)->size(1), ranks}, 1.0)};
+    };
+    std::pair<RankFactors, RankFactors> found{factors(0), factors(1)};
+    check(launch_stack_copies(copies, stream));
+    return found;
+  }
+
+  // For the gradients of what the layers are given: b transposed, and a times the scaling as it lies.
+  std::pair<RankFactors, RankFactors> for_backward(cudaStream_t stream) const {
+    StackCopies copies{};
+    const auto factors = [&](size_t layer) -> RankFactors {
+      if (!has(layer)) return {};
+      const Tensor &of_a = *a(layer), &of_b = *b(layer);
+      return {copied(copies, of_b, true, {routes_.experts, in_steps(rank(layer), kRankStep), of_b.size(1)}, 1.0),
+              copied(copies, of_a, false, {routes_.experts, in_steps(rank(layer), kTransposedK), of_a.size(2)},
+                     scalings_[layer])};
+    };
+    std::pair<RankFactors, RankFactors> found{factors(0), factors(1)};
+    check(launch_stack_copies(copies, stream));
+    return found;
+  }
+
+  // A gradient [experts, out, rank], or of an a [experts, in, rank], as its factor lies.
+  Tensor gradient(const Tensor& found, size_t layer, bool of_a, cudaStream_t stream) const {
+    const Tensor& factor = of_a ? *a(layer) : *b(layer);
+    const Tensor out = new_strided(factor, factor.sizes(), strides_like(factor));
+    StackCopies copies{};
+    copies.count = 1;
+    copies.copies[0] = copy(found, of_a, out, of_a ? scalings_[layer] : 1.0);
+    check(launch_stack_copies(copies, stream));
+    return out;
+  }
+
+ private:
+  const OptionalTensor& a(size_t layer) const { return factors_[2 * layer]; }
+  const OptionalTensor& b(size_t layer) const { return factors_[2 * layer + 1]; }
+  static int64_t in_steps(int64_t rank, int64_t step) { return ceil_div(rank, step) * step; }
+
+  static StackCopy copy(const Tensor& from, bool transposed, const Tensor& to, double scale) {
+    StackCopy made{stack_of(from, transposed), stack_of(to)};
+    for (int d = 0; d < 3; ++d) made.sizes[d] = static_cast<int>(to.size(d));
+    made.from_rows = static_cast<int>(from.size(transposed ? 2 : 1));
+    made.from_columns = static_cast<int>(from.size(transposed ? 1 : 2));
+    made.scale = static_cast<float>(scale);
+    return made;
+  }
+
+  Tensor copied(StackCopies& copies, const Tensor& from, bool transposed, std::vector<int64_t> sizes,
+                double scale) const {
+    const Tensor to = new_dense(like_, sizes);
+    copies.copies[copies.count++] = copy(from, transposed, to, scale);
+    return to;
+  }
+
+  // Those of a factor that leaves no gaps, or else those of rows side by side.
+  static std::vector<int64_t> strides_like(const Tensor& factor) {
+    int order[3] = {0, 1, 2};
+    std::sort(order, order + 3, [&](int i, int j) {
+      return std::pair(factor.stride(i), factor.size(i)) < std::pair(factor.stride(j), factor.size(j));
+    });
+    int64_t next = 1;
+    std::vector<int64_t> strides(3);
+    for (int d : order) {
+      if (factor.size(d) > 1 && factor.stride(d) != next) return dense_strides(factor.sizes());
+      strides[d] = next;
+      next *= factor.size(d);
+    }
+    return strides;
+  }
+
+  const std::vector<OptionalTensor>& factors_;
+  const std::vector<double>& scalings_;
+  const Tensor& like_;
+  const Routes& routes_;
+};
+
+// The term that rows [., rank] of slots, or sorted as those of a, and b add to a layer's product.
+inline void add_term(GroupedProblem& p, const Tensor& rows, const Tensor& b, int parts, bool in_turns,
+                     bool as_it_lies = false) {
+  const GroupedProblem term = ExpertLayer{b, {}, parts, in_turns, as_it_lies}.problem(p.routes, p.gemm.dtype, 1);
+  const int64_t rank = rows.size(1);
+  p.gemm.low_rank.rows = {const_cast<void*>(rows.const_data_ptr()), rank};
+  p.gemm.low_rank.weight = term.gemm.weight;
+  p.gemm.low_rank.up_weight = term.gemm.up_weight;
+  p.gemm.low_rank.k = rank;
+  if (parts == 2) p.gemm.low_rank.up_k = rank;
+  p.low_rank_rows = term.weight_rows;
+  p.low_rank_of_slots = b.size(0) != p.routes.experts;
+}
+
+}  // namespace fused_mlp

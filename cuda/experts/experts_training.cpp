@@ -1,0 +1,338 @@
+// Training of a mixture's experts on a GPU. The forward is that of inference, and keeps the sorted rows of x and the
+// values before the activation. The backward sorts the rows of the result's gradient, and multiplies none of them by
+// its weight: the product with the down weights does so when it makes the gradients of gate and up of its sums, and the
+// hidden values anew. Nothing waits for the host, and every sum has a fixed order.
+//
+// An adapter's rows are a product of few columns, and what they add is a low-rank term of the layer's own product, in
+// the backward too, with the factors in each other's place.
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <vector>
+
+#include "../../torch-ext/operands/activation.h"
+#include "../../torch-ext/operands/operands.h"
+#include "expert_adapters.h"
+
+namespace fused_mlp {
+namespace {
+
+using torch::stable::accelerator::DeviceGuard;
+
+// Which gradients are asked for.
+enum Needs {
+  kOfX = 1,
+  kOfWeights = 2,
+  kOfGateUp = 4,
+  kOfDown = 8,
+  kOfGateUpA = 16,
+  kOfGateUpB = 32,
+  kOfDownA = 64,
+  kOfDownB = 128
+};
+
+// What an adapter adds to a product: rows [., rank], and the weights that they are multiplied by.
+struct Term {
+  Tensor rows, weight;
+};
+using OptionalTerm = std::optional<Term>;
+
+constexpr int64_t kFeatureStep = 64;
+
+void check_trained(const Tensor& x, const Tensor& top_k_index, const Tensor& gate_up_weight,
+                   const Tensor& down_weight) {
+  STD_TORCH_CHECK(dtype_of(x, "x") != DType::kFloat32, "x must be bfloat16 or float16");
+  check_size(top_k_index.numel(), gate_up_weight.size(0));
+  const int64_t features = gate_up_weight.size(2), hidden = down_weight.size(2);
+  STD_TORCH_CHECK(features % kFeatureStep == 0 && hidden % kFeatureStep == 0 && features > kFeatureStep && hidden > 0 &&
+                      down_weight.size(1) == features && top_k_index.numel() > 0,
+                  "features must be multiples of ", kFeatureStep);
+}
+
+Matrix matrix(const Tensor& rows, int64_t first_column = 0) {
+  return {static_cast<char*>(const_cast<void*>(rows.const_data_ptr())) + first_column * 2, rows.stride(0)};
+}
+
+Tensor aligned_weight(const Tensor& weight) { return aligned(weight) ? weight : torch::stable::clone(weight); }
+
+// A call's operands, the lists of its sorted rows, and the steps that it is made of.
+class TrainedExperts {
+ public:
+  TrainedExperts(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights, const Tensor& gate_up_weight,
+                 const Tensor& down_weight, int64_t activation)
+      : like_(x),
+        index_(torch::stable::contiguous(top_k_index)),
+        weights_(torch::stable::contiguous(top_k_weights)),
+        gate_up_(aligned_weight(gate_up_weight)),
+        down_(aligned_weight(down_weight)),
+        experts_(gate_up_weight.size(0)),
+        features_(gate_up_weight.size(2)),
+        hidden_(down_weight.size(2)),
+        activation_(activation),
+        dtype_(dtype_of(x, "x")),
+        routes_(routes_of(index_, experts_)),
+        kernels_(ExpertKernels::of_training(x)),
+        plan_(kernels_.kernels.plan_training(routes_)),
+        stream_(current_stream(x)),
+        // Lists of int and of float, counted in elements of 16 bits.
+        lists_(new_dense(x, {2 * (4 * plan_.row_tiles + routes_.slots() + blocks() + 2 + 2 * experts_)})),
+        row_weights_(new_dense(x, {2 * rows()})) {
+    tiles_ = static_cast<FittedTile*>(lists_.mutable_data_ptr());
+    row_of_slot_ = reinterpret_cast<int*>(tiles_ + plan_.row_tiles);
+    codes_ = row_of_slot_ + routes_.slots();
+    counts_ = codes_ + blocks();
+    ranges_ = reinterpret_cast<RowRange*>(counts_ + 2);
+  }
+
+  // Those of tokens as rows sorted by expert.
+  Tensor sorted(const Tensor& x) const {
+    const TensorRows from = addressable_rows(x);
+    const Tensor to = new_rows(features_);
+    RowSort sort{routes_, fused_mlp::matrix(from), features_, kTiledBlock, to.mutable_data_ptr(), row_of_slot_, codes_,
+                 counts_};
+    sort.rows = ranges_;
+    sort.tiles = tiles_;
+    sort.tile_count = counts_ + 1;
+    sort.training = {weights_.const_data_ptr(), weight_type(weights_),
+                     static_cast<float*>(row_weights_.mutable_data_ptr())};
+    check(launch_row_sort(sort, kernels_.gpu, stream_));
+    return to;
+  }
+
+  // Rows times the first `rank` rows of every expert's factor, transposed: zeros where they are not filled.
+  Tensor rank_rows(const Tensor& rows, const Tensor& factor, int64_t rank) const {
+    const Tensor out = new_rows(rank);
+    check(cudaMemsetAsync(out.mutable_data_ptr(), 0, static_cast<size_t>(out.numel()) * 2, stream_));
+    GroupedProblem p = problem(factor, 1, false, Product::kPlain, rows);
+    p.gemm.n = rank;
+    return launched(p, out);
+  }
+
+  OptionalTerm term(const Tensor& rows, const RankFactors& factors) const {
+    if (!factors) return std::nullopt;
+    return Term{rank_rows(rows, *factors.a, factors.a->size(1)), *factors.b};
+  }
+
+  // Fills `gate_up` with the values before the activation.
+  Tensor hidden(const Tensor& sorted, const Tensor& gate_up, const OptionalTerm& term) const {
+    GroupedProblem p = problem(gate_up_, 2, false, Product::kGatedKept, sorted);
+    if (term) add_term(p, term->rows, term->weight, 2, false);
+    p.gemm.training.gate = matrix(gate_up);
+    p.gemm.training.up = matrix(gate_up, hidden_);
+    return launched(p, new_rows(hidden_));
+  }
+
+  Tensor result(const Tensor& hidden, const OptionalTerm& term) const {
+    GroupedProblem p = problem(down_, 1, false, Product::kPlain, hidden);
+    if (term) add_term(p, term->rows, term->weight, 1, false);
+    return summed(launched(p, new_rows(features_)), weights_.const_data_ptr());
+  }
+
+  // Fills `gate_up_gradient`, and returns the hidden values times their weights. `row_sums` are parts of the gradients
+  // of these.
+  Tensor differentiated(const Tensor& grad, const Tensor& gate_up, const Tensor& gate_up_gradient,
+                        const Tensor& row_sums, const OptionalTerm& term) const {
+    GroupedProblem p = problem(down_, 1, true, Product::kGatedGradient, grad);
+    if (term) add_term(p, term->rows, term->weight, 1, false, true);
+    p.gemm.training.gate = matrix(gate_up);
+    p.gemm.training.up = matrix(gate_up, hidden_);
+    p.gemm.training.gate_gradient = matrix(gate_up_gradient);
+    p.gemm.training.up_gradient = matrix(gate_up_gradient, hidden_);
+    p.training.row_weights = static_cast<const float*>(row_weights_.const_data_ptr());
+    p.training.row_sums = static_cast<float*>(row_sums.mutable_data_ptr());
+    return launched(p, new_rows(hidden_));
+  }
+
+  Tensor input_gradient(const Tensor& gate_up_gradient, const OptionalTerm& term) const {
+    GroupedProblem p = problem(gate_up_, 1, true, Product::kPair, gate_up_gradient);
+    if (term) add_term(p, term->rows, term->weight, 1, false, true);
+    return summed(launched(p, new_rows(features_)), nullptr);
+  }
+
+  Tensor weight_gradient(const Tensor& row_sums) const {
+    const Tensor out = new_dense(weights_, weights_.sizes());
+    check(launch_weight_gradient({routes_, static_cast<const float*>(row_sums.const_data_ptr()), row_sum_parts(),
+                                  row_of_slot_, out.mutable_data_ptr(), weight_type(weights_)},
+                                 kernels_.gpu, stream_));
+    return out;
+  }
+
+  // Every expert's a^T b.
+  Tensor outer(const Tensor& a, const Tensor& b) const {
+    const Tensor out = new_dense(like_, {experts_, a.size(1), b.size(1)});
+    GroupedProblem p{};
+    p.gemm = {.a = matrix(a), .weight = matrix(b), .m = a.size(1), .n = b.size(1), .dtype = dtype_};
+    p.gemm.out = {out.mutable_data_ptr(), b.size(1)};
+    p.outer = true;
+    p.routes = routes_;
+    p.blocks.rows = ranges_;
+    p.training.experts = static_cast<int>(experts_);
+    check(kernels_.kernels.launch_training(p, plan_, kernels_.gpu, stream_));
+    return out;
+  }
+
+  // True if a tensor is what the forward has kept, of so many columns.
+  void check_kept(const Tensor& kept, int64_t columns, const char* name) const {
+    check_same_kind(kept, name, like_);
+    STD_TORCH_CHECK(kept.dim() == 2 && kept.size(0) == rows() && kept.size(1) == columns && kept.stride(0) == columns &&
+                        kept.stride(1) == 1,
+                    name, " must be what the forward returned");
+  }
+  void check_kept(const Tensor& sorted, const Tensor& gate_up) const {
+    check_kept(sorted, features_, "sorted");
+    check_kept(gate_up, 2 * hidden_, "gate_up");
+  }
+
+  ExpertAdapters adapters(const std::vector<OptionalTensor>& factors, const std::vector<double>& scalings) const {
+    const ExpertAdapters found(factors, scalings, like_, routes_, gate_up_, down_);
+    STD_TORCH_CHECK(!found.any() || hidden_ >= kTiledBlock, "with adapters there must be ", kTiledBlock,
+                    " hidden features at least");
+    return found;
+  }
+
+  cudaStream_t stream() const { return stream_; }
+  Tensor new_gate_up() const { return new_rows(2 * hidden_); }
+  Tensor new_row_sums() const { return new_dense(like_, {rows() * row_sum_parts() * 2}); }  // in float32
+
+ private:
+  int64_t rows() const { return plan_.sorted_rows; }
+  int64_t blocks() const { return rows() / kTiledBlock; }
+  int row_sum_parts() const { return static_cast<int>(hidden_ / kRowSumColumns); }
+  Tensor new_rows(int64_t columns) const { return new_dense(like_, {rows(), columns}); }
+
+  GroupedProblem problem(const Tensor& weight, int parts, bool as_it_lies, Product kind, const Tensor& a) const {
+    GroupedProblem p = ExpertLayer{weight, {}, parts, false, as_it_lies}.problem(routes_, dtype_, 1);
+    p.gemm.kind = kind;
+    p.gemm.a = matrix(a);
+    p.gemm.epilogue.activation = is_training(kind) ? activation_ : static_cast<int64_t>(Activation::kLinear);
+    p.blocks = {codes_, counts_, ranges_};
+    p.fitted = {tiles_, counts_ + 1};
+    return p;
+  }
+
+  Tensor launched(GroupedProblem p, Tensor out) const {
+    p.gemm.out = matrix(out);
+    check(kernels_.kernels.launch_training(p, plan_, kernels_.gpu, stream_));
+    return out;
+  }
+
+  Tensor summed(const Tensor& rows, const void* weights) const {
+    const Tensor out = new_dense(like_, {routes_.tokens, features_});
+    check(launch_sum({routes_, rows.const_data_ptr(), row_of_slot_, weights, weight_type(weights_),
+                      out.mutable_data_ptr(), static_cast<int>(features_), dtype_},
+                     kernels_.gpu, stream_));
+    return out;
+  }
+
+  const Tensor like_, index_, weights_, gate_up_, down_;
+  const int64_t experts_, features_, hidden_, activation_;
+  const DType dtype_;
+  const Routes routes_;
+  const ExpertKernels kernels_;
+  const GroupedPlan plan_;
+  const cudaStream_t stream_;
+  const Tensor lists_, row_weights_;
+  FittedTile* tiles_;
+  int *row_of_slot_, *codes_, *counts_;  // two: of blocks and of tiles
+  RowRange* ranges_;
+};
+
+}  // namespace
+
+std::vector<Tensor> experts_training_forward(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights,
+                                             const Tensor& gate_up_weight, const Tensor& down_weight,
+                                             const std::vector<OptionalTensor>& factors,
+                                             const std::vector<double>& scalings, int64_t activation) {
+  check_experts(x, top_k_index, top_k_weights, gate_up_weight, down_weight, {}, {}, activation, true, false, false, {},
+                0.0);
+  check_trained(x, top_k_index, gate_up_weight, down_weight);
+  const DeviceGuard device_guard(x.get_device_index());
+  const TrainedExperts experts(x, top_k_index, top_k_weights, gate_up_weight, down_weight, activation);
+  const ExpertAdapters adapters = experts.adapters(factors, scalings);
+  std::pair<RankFactors, RankFactors> ranked;
+  if (adapters.any()) ranked = adapters.for_forward(false, experts.stream());
+  const auto& [of_gate_up, of_down] = ranked;
+  const Tensor sorted = experts.sorted(x), gate_up = experts.new_gate_up();
+  const OptionalTerm term = experts.term(sorted, of_gate_up);
+  const Tensor hidden = experts.hidden(sorted, gate_up, term);
+  std::vector<Tensor> kept{experts.result(hidden, experts.term(hidden, of_down)), sorted, gate_up};
+  if (term) kept.push_back(term->rows);
+  return kept;
+}
+
+namespace {
+
+std::vector<Tensor> gradients_of_experts(const Tensor& grad, const Tensor& sorted, const Tensor& gate_up,
+                                         const Tensor& top_k_index, const Tensor& top_k_weights,
+                                         const Tensor& gate_up_weight, const Tensor& down_weight,
+                                         const std::vector<OptionalTensor>& factors,
+                                         const std::vector<double>& scalings, const OptionalTensor& rank_rows,
+                                         int64_t activation, int64_t needs, bool overwrites) {
+  check_experts(grad, top_k_index, top_k_weights, gate_up_weight, down_weight, {}, {}, activation, true, false, false,
+                {}, 0.0);
+  check_trained(grad, top_k_index, gate_up_weight, down_weight);
+  const DeviceGuard device_guard(grad.get_device_index());
+  const TrainedExperts experts(grad, top_k_index, top_k_weights, gate_up_weight, down_weight, activation);
+  experts.check_kept(sorted, gate_up);
+  const ExpertAdapters adapters = experts.adapters(factors, scalings);
+  std::pair<RankFactors, RankFactors> ranked;
+  if (adapters.any()) ranked = adapters.for_backward(experts.stream());
+  const auto& [of_gate_up, of_down] = ranked;
+  STD_TORCH_CHECK((of_gate_up && rank_rows) || !(needs & (kOfGateUpA | kOfGateUpB)), "gate_up_factors must be there");
+  STD_TORCH_CHECK(of_down || !(needs & (kOfDownA | kOfDownB)), "down_factors must be there");
+  const Tensor gate_up_gradient = overwrites ? gate_up : experts.new_gate_up(), sums = experts.new_row_sums();
+  OptionalTensor down, down_a, down_b;
+  const auto gradient = [&](const Tensor& found, size_t layer, bool of_a) {
+    return adapters.gradient(found, layer, of_a, experts.stream());
+  };
+  {  // what needs the gradient's rows, and the hidden values, which have gone when the next product needs room
+    const Tensor rows = experts.sorted(grad);
+    const OptionalTerm term = experts.term(rows, of_down);
+    const Tensor hidden = experts.differentiated(rows, gate_up, gate_up_gradient, sums, term);
+    if (needs & kOfDown) down = experts.outer(rows, hidden);
+    if (needs & kOfDownA) down_a = gradient(experts.outer(hidden, term->rows), 1, true);
+    if (needs & kOfDownB) {
+      const Tensor of_hidden = experts.rank_rows(hidden, *of_down.b, of_down.a->size(1));
+      down_b = gradient(experts.outer(rows, of_hidden), 1, false);
+    }
+  }
+  OptionalTerm term;
+  if (needs & (kOfX | kOfGateUpA)) term = experts.term(gate_up_gradient, of_gate_up);
+  std::vector<Tensor> found;
+  if (needs & kOfX) found.push_back(experts.input_gradient(gate_up_gradient, term));
+  if (needs & kOfWeights) found.push_back(experts.weight_gradient(sums));
+  if (needs & kOfGateUp) found.push_back(experts.outer(gate_up_gradient, sorted));
+  if (down) found.push_back(*down);
+  if (needs & kOfGateUpA) found.push_back(gradient(experts.outer(sorted, term->rows), 0, true));
+  if (needs & kOfGateUpB) {
+    experts.check_kept(*rank_rows, of_gate_up.a->size(1), "rank_rows");
+    found.push_back(gradient(experts.outer(gate_up_gradient, *rank_rows), 0, false));
+  }
+  if (down_a) found.push_back(*down_a);
+  if (down_b) found.push_back(*down_b);
+  return found;
+}
+
+}  // namespace
+
+std::vector<Tensor> experts_training_backward(const Tensor& grad, const Tensor& sorted, const Tensor& gate_up,
+                                              const Tensor& top_k_index, const Tensor& top_k_weights,
+                                              const Tensor& gate_up_weight, const Tensor& down_weight,
+                                              const std::vector<OptionalTensor>& factors,
+                                              const std::vector<double>& scalings, const OptionalTensor& rank_rows,
+                                              int64_t activation, int64_t needs) {
+  return gradients_of_experts(grad, sorted, gate_up, top_k_index, top_k_weights, gate_up_weight, down_weight, factors,
+                              scalings, rank_rows, activation, needs, false);
+}
+
+std::vector<Tensor> experts_training_backward_(const Tensor& grad, const Tensor& sorted, const Tensor& gate_up,
+                                               const Tensor& top_k_index, const Tensor& top_k_weights,
+                                               const Tensor& gate_up_weight, const Tensor& down_weight,
+                                               const std::vector<OptionalTensor>& factors,
+                                               const std::vector<double>& scalings, const OptionalTensor& rank_rows,
+                                               int64_t activation, int64_t needs) {
+  return gradients_of_experts(grad, sorted, gate_up, top_k_index, top_k_weights, gate_up_weight, down_weight, factors,
+                              scalings, rank_rows, activation, needs, true);
+}
+
+}  // namespace fused_mlp

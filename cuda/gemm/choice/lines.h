@@ -1,0 +1,21 @@
+// The pieces that memory is read in, and whether the rows of a product's operands are whole ones: what the choice of a
+// kernel asks.
+#pragma once
+
+#include "../problem.h"
+
+namespace fused_mlp {
+
+constexpr int64_t kSectorBytes = 32, kLineBytes = 128;  // a request is for a line, or for some of its sectors
+
+inline bool rows_fill(const GemmProblem& p, int64_t bytes) {
+  const auto fill = [&](const Matrix& matrix) {
+    constexpr int64_t kElementBytes = 2;
+    const auto begin = reinterpret_cast<uintptr_t>(matrix.data);
+    return begin % bytes == 0 && matrix.row_stride * kElementBytes % bytes == 0;
+  };
+  return fill(p.a) && fill(p.weight) && fill(p.up_weight) && fill(p.training.second_a) &&
+         fill(p.training.second_weight);
+}
+
+}  // namespace fused_mlp

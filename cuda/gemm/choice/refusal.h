@@ -1,0 +1,11 @@
+// Operands that the GEMMs of every architecture take: 16-bit elements, and rows that begin at 16 bytes.
+#pragma once
+
+#include "../../../torch-ext/ops/plan.h"
+#include "../problem.h"
+
+namespace fused_mlp {
+
+Refusal refusal_of_operands(const GemmProblem& problem);
+
+}  // namespace fused_mlp

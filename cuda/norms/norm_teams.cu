@@ -1,0 +1,153 @@
+#include <algorithm>
+
+#include "../gemm/shared_memory.cuh"
+#include "norm_gradients.cuh"
+
+namespace fused_mlp {
+namespace {
+
+constexpr int64_t width_of(DType dtype) { return kVectorBytes / element_bytes(dtype); }
+
+// Whether rows of so many columns are whole vectors in all of these matrices.
+template <typename... Matrices>
+bool are_vectors(DType dtype, int64_t rows, int64_t cols, const Matrices&... matrices) {
+  const auto aligned = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % kVectorBytes == 0; };
+  const auto fits = [&](const Matrix& m) {
+    return aligned(m.data) && (rows == 1 || m.row_stride % width_of(dtype) == 0);
+  };
+  return cols % width_of(dtype) == 0 && (fits(matrices) && ...);
+}
+
+// The threads of a row that has so many packs: whole warps, or an even part of one.
+unsigned lanes_of(int64_t packs) {
+  if (packs > 32) return static_cast<unsigned>(ceil_div(packs, 32) * 32);
+  unsigned lanes = 32;
+  while (lanes > 1 && lanes / 2 >= packs) lanes /= 2;
+  return lanes;
+}
+
+// How the threads of a CTA share rows: `lanes` of them for a row, which have so many vectors each; or all, where there
+// are none.
+struct Shares {
+  unsigned lanes, teams;
+  int vectors;
+};
+
+Shares shares_of(const NormGradients& p) {
+  const int64_t packs = p.cols / width_of(p.dtype);
+  const int vectors = packs > kTeamThreads ? 2 : 1;
+  const Matrix weight{const_cast<void*>(p.norm.weight.data), 0};
+  const Matrix kept{const_cast<uint8_t*>(p.kept), 0};
+  const bool whole = are_vectors(p.dtype, p.rows, p.cols, p.x, p.grad, p.residual_grad, p.dx, p.dropped, weight, kept);
+  if (packs > 2 * kTeamThreads || !whole) return {kTeamThreads, 1, 0};
+  const unsigned lanes = lanes_of(ceil_div(packs, vectors));
+  return {lanes, kTeamThreads / lanes, vectors};
+}
+
+template <typename T, int Vectors, bool Centred, bool Behind>
+cudaError_t launch(const NormGradients& p, const Shares& shares, unsigned parts, cudaStream_t stream) {
+  constexpr int kWidth = kVectorBytes / sizeof(T);
+  constexpr int kBytes = gradient_shared_bytes(Vectors, Behind, kWidth);
+  constexpr auto kKernel = norm_gradients_kernel<T, kWidth, Vectors, Centred, Behind>;
+  const cudaError_t error = allow_shared_memory<kKernel>(kBytes);
+  if (error != cudaSuccess) return error;
+  kKernel<<<parts, dim3(shares.lanes, shares.teams), kBytes, stream>>>(p);
+  return cudaGetLastError();
+}
+
+template <typename T, int Vectors, bool Centred>
+cudaError_t launch(const NormGradients& p, const Shares& shares, unsigned parts, cudaStream_t stream) {
+  return p.is_behind() ? launch<T, Vectors, Centred, true>(p, shares, parts, stream)
+                       : launch<T, Vectors, Centred, false>(p, shares, parts, stream);
+}
+
+template <typename T, bool Centred>
+cudaError_t run(const NormGradients& p, unsigned parts, cudaStream_t stream) {
+  const Shares shares = shares_of(p);
+  if (shares.vectors == 2) return launch<T, 2, Centred>(p, shares, parts, stream);
+  if (shares.vectors == 1) return launch<T, 1, Centred>(p, shares, parts, stream);
+  any_norm_gradients_kernel<T, Centred><<<parts, kTeamThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+namespace {
+
+// Whether rows of a sum, whose norm's backward is to come, are a warp's each.
+bool are_sums(const NormRows& p) {
+  return p.norm.residual == Residual::kNormed && p.norm.factor == 1.0f && p.sum != nullptr && p.statistics != nullptr &&
+         p.cols <= 32 * kMostSumPacks * width_of(p.dtype);
+}
+
+template <typename T, int Packs>
+cudaError_t launch_sum_norm(const NormRows& p, cudaStream_t stream) {
+  constexpr int kWidth = kVectorBytes / sizeof(T);
+  const auto kernel =
+      p.norm.centred() ? sum_norm_kernel<T, kWidth, Packs, true> : sum_norm_kernel<T, kWidth, Packs, false>;
+  kernel<<<static_cast<unsigned>(ceil_div(p.rows, kSumWarps)), dim3(32, kSumWarps), 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+// Launches the kernel whose lanes have as many packs as this row, or some more.
+template <typename T>
+cudaError_t launch_sum_norm(const NormRows& p, cudaStream_t stream) {
+  switch (ceil_div(p.cols, 32 * width_of(p.dtype))) {
+    case 1:
+      return launch_sum_norm<T, 1>(p, stream);
+    case 2:
+      return launch_sum_norm<T, 2>(p, stream);
+    case 3:
+      return launch_sum_norm<T, 3>(p, stream);
+    case 4:
+      return launch_sum_norm<T, 4>(p, stream);
+    default:
+      return launch_sum_norm<T, kMostSumPacks>(p, stream);
+  }
+}
+
+}  // namespace
+
+bool have_teams(const NormRows& p) {
+  constexpr int64_t kLeastRows = 1024;  // few rows start early behind a GEMM in the other kernel; not tuned
+  const Features &weight = p.norm.weight, &bias = p.norm.bias;
+  // A centred norm adds up twice: more than a warp for a row wait for each other (1.02 to 1.18 of the other kernel on
+  // an H200).
+  const int64_t most = p.norm.centred() ? 32 : kTeamThreads;
+  const auto matrix = [](const Features& f) { return Matrix{const_cast<void*>(f.data), 0}; };
+  const bool are_alone = p.norm.residual == Residual::kNone && p.cols <= most * width_of(p.dtype);
+  return p.rows >= kLeastRows && (are_alone || are_sums(p)) && p.norm.normed() && weight.stride == 0 &&
+         bias.stride == 0 && (p.norm.centred() || bias.data == nullptr) &&
+         are_vectors(p.dtype, p.rows, p.cols, p.x, p.residual, Matrix{p.sum, p.cols}, p.out, matrix(weight),
+                     matrix(bias));
+}
+
+cudaError_t launch_team_norm(const NormRows& p, int multiprocessors, cudaStream_t stream) {
+  return visit_dtype(p.dtype, [&](auto* element) {
+    using T = std::remove_pointer_t<decltype(element)>;
+    constexpr int kWidth = kVectorBytes / sizeof(T);
+    if (p.norm.residual != Residual::kNone) return launch_sum_norm<T>(p, stream);
+    const auto kernel = p.norm.centred() ? team_norm_kernel<T, kWidth, true> : team_norm_kernel<T, kWidth, false>;
+    const unsigned lanes = lanes_of(p.cols / kWidth), teams = kTeamThreads / lanes;
+    const int64_t ctas = std::min<int64_t>(ceil_div(p.rows, teams), 2 * multiprocessors);
+    kernel<<<static_cast<unsigned>(ctas), dim3(lanes, teams), 0, stream>>>(p);
+    return cudaGetLastError();
+  });
+}
+
+int64_t parts_of_norm_gradients(const NormGradients& rows, int multiprocessors) {
+  const Shares shares = shares_of(rows);
+  const int64_t beside = shares.vectors == 0 ? 2 : gradient_ctas(shares.vectors, rows.norm.centred(), rows.is_behind());
+  return std::max<int64_t>(std::min(ceil_div(rows.rows, shares.teams), beside * multiprocessors), 1);
+}
+
+cudaError_t launch_norm_gradients(const NormGradients& rows, int64_t parts, cudaStream_t stream) {
+  if (rows.rows == 0 || rows.cols == 0) return cudaSuccess;
+  return visit_dtype(rows.dtype, [&](auto* element) {
+    using T = std::remove_pointer_t<decltype(element)>;
+    const auto ctas = static_cast<unsigned>(parts);
+    return rows.norm.centred() ? run<T, true>(rows, ctas, stream) : run<T, false>(rows, ctas, stream);
+  });
+}
+
+}  // namespace fused_mlp

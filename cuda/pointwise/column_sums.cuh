@@ -1,0 +1,102 @@
+// The kernel that sums the columns of a matrix. Apart from its launch, so that a compiler of device code alone takes
+// this file.
+#pragma once
+
+#include "../vector.cuh"
+#include "column_sums.h"
+
+namespace fused_mlp {
+
+constexpr int kColumnSumThreads = 512;
+constexpr int kSumColumns = 32;  // columns that a block adds up
+constexpr int kSumUnroll = 6;    // rows that a thread has in flight
+
+// The rows that a block reads at once: threads beside each other share a row.
+template <int Width>
+constexpr int kSumRows = kColumnSumThreads / (kSumColumns / Width);
+
+// Where sums go: each part's rows are adjacent in memory.
+template <typename Out>
+struct AdjacentSums {
+  Out* out;
+  int64_t cols;
+
+  __device__ __forceinline__ void put(unsigned part, int64_t col, float sum) const {
+    out[part * cols + col] = from_float<Out>(sum);
+  }
+};
+
+// Each group of columns has a target of its own.
+struct GroupedSums {
+  SumTargets targets;
+  int64_t cols;
+
+  __device__ __forceinline__ void put(unsigned, int64_t col, float sum) const {
+    const int64_t group = col / cols, at = col - group * cols;
+#pragma unroll
+    for (int i = 0; i < kMostSumGroups; ++i) {
+      void* const target = targets.of[i];
+      if (i != group || target == nullptr) continue;
+      switch (targets.dtypes[i]) {
+        case DType::kFloat32:
+          static_cast<float*>(target)[at] = sum;
+          break;
+        case DType::kFloat16:
+          static_cast<__half*>(target)[at] = from_float<__half>(sum);
+          break;
+        case DType::kBFloat16:
+          static_cast<__nv_bfloat16*>(target)[at] = from_float<__nv_bfloat16>(sum);
+          break;
+      }
+    }
+  }
+};
+
+// A block sums `part_rows` rows of its columns. A thread adds up a few rows and then adds that to its sums, always in
+// the same order: results are the same in every call, and rounding errors stay small with many rows.
+template <typename In, typename Sums, int Width>
+__global__ void __launch_bounds__(kColumnSumThreads, 2)
+    column_sums_kernel(Matrix x, int64_t rows, int64_t cols, int64_t part_rows, Sums out) {
+  using Vec = Packed<In, Width>;
+  constexpr int kLanes = kSumColumns / Width, kWarps = kColumnSumThreads / 32;
+  const int lane = threadIdx.x % kLanes, warp = threadIdx.x / 32;
+  const int64_t col = int64_t{blockIdx.x} * kSumColumns + lane * Width;
+  const int64_t begin = int64_t{blockIdx.y} * part_rows, end = min(rows, begin + part_rows);
+  const In* source = static_cast<const In*>(x.data) + col;
+
+  float sums[Width] = {};
+  if (col < cols) {
+    for (int64_t row = begin + threadIdx.x / kLanes; row < end; row += kSumRows<Width> * kSumUnroll) {
+      Vec values[kSumUnroll] = {};
+#pragma unroll
+      for (int u = 0; u < kSumUnroll; ++u) {
+        const int64_t at = row + u * kSumRows<Width>;
+        if (at < end) values[u] = *reinterpret_cast<const Vec*>(source + at * x.row_stride);
+      }
+#pragma unroll
+      for (int i = 0; i < Width; ++i) {
+        float sum = values[0].lane(i);
+#pragma unroll
+        for (int u = 1; u < kSumUnroll; ++u) sum += values[u].lane(i);
+        sums[i] += sum;
+      }
+    }
+  }
+
+  __shared__ float of_warps[kWarps][kSumColumns];
+#pragma unroll
+  for (int i = 0; i < Width; ++i) {
+#pragma unroll
+    for (int lanes = kLanes; lanes < 32; lanes *= 2) sums[i] += __shfl_xor_sync(0xffffffff, sums[i], lanes);
+    if (threadIdx.x % 32 < kLanes) of_warps[warp][lane * Width + i] = sums[i];
+  }
+  __syncthreads();
+  if (threadIdx.x >= kSumColumns) return;
+  float total = 0.0f;
+#pragma unroll
+  for (const auto& of_warp : of_warps) total += of_warp[threadIdx.x];
+  const int64_t summed = int64_t{blockIdx.x} * kSumColumns + threadIdx.x;
+  if (summed < cols) out.put(blockIdx.y, summed, total);
+}
+
+}  // namespace fused_mlp

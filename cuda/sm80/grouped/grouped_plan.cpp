@@ -1,0 +1,123 @@
+#include "grouped_plan.h"
+
+#include <algorithm>
+
+#include "../../gemm/choice/usual.h"
+#include "../plan/time_model.h"
+
+namespace fused_mlp::sm80 {
+
+namespace {
+
+struct GroupedKernel {
+  MainLoop loop;
+  bool transposed;
+  int rows;  // of a tile
+};
+
+// Those of grouped.def for a gated product; of plain ones there are as many.
+constexpr GroupedKernel kGrouped[] = {
+#define FUSED_MLP_GROUPED_STREAMED(PRODUCT, ROWS, ...) {MainLoop::kStreamed, false, ROWS},
+#define FUSED_MLP_GROUPED_TILED(PRODUCT, TRANSPOSED, ROWS, ...) {MainLoop::kTiled, TRANSPOSED, ROWS},
+#include "grouped.def"
+};
+
+// The kernel whose tiles hold the usual rows of an expert, and no more than they have to; of more rows the largest. The
+// time of few is that of reading the weights, which happens once for a tile.
+GroupedKernel kernel_for(const Routes& routes, bool transposed) {
+  const GroupedKernel* best = nullptr;
+  const int64_t rows = usual_rows(routes);
+  for (const GroupedKernel& each : kGrouped) {
+    if (each.transposed != transposed && each.loop == MainLoop::kTiled) continue;
+    if (transposed && each.loop == MainLoop::kStreamed) continue;
+    const bool sorted = routes.slots() > kSearchedSlots;
+    if (sorted && each.rows < kFittedStep) continue;  // a fitted tile has whole steps
+    const bool better =
+        best == nullptr || (best->rows < rows ? each.rows > best->rows : each.rows >= rows && each.rows < best->rows);
+    if (better) best = &each;
+  }
+  return *best;
+}
+
+double products(const GroupedProblem& p) { return p.gemm.gated() ? 2.0 : 1.0; }
+
+// What a layer does, by so many experts as are usually chosen.
+struct Work {
+  double flops, weight_bytes, row_bytes;
+
+  explicit Work(const GroupedProblem& p)
+      : flops(2.0 * products(p) * p.gemm.n * p.gemm.k * p.routes.slots()),
+        weight_bytes(2.0 * products(p) * p.gemm.n * p.gemm.k * usual_experts(p.routes)),
+        row_bytes(2.0 * p.routes.slots() * static_cast<double>(p.gemm.n + p.gemm.k)) {}
+};
+
+constexpr int kTile = 2;  // the place in Tuning::of_peak of tiles of 128 x 128
+
+double layer_microseconds(const GroupedProblem& p, const Gpu& gpu) {
+  const Tuning& tuning = tuning_of(gpu);
+  const Work work(p);
+  const GroupedKernel kernel = kernel_for(p.routes, p.transposed);
+  const bool streams = kernel.loop == MainLoop::kStreamed;
+  const double share = streams ? tuning.share_of_bandwidth : kTiledShareOfBandwidth;
+  // Half of a step of rows is empty in an expert's last tile.
+  const double filled = p.routes.slots() + usual_experts(p.routes) * (kFittedStep / 2.0);
+  const double arithmetic = work.flops * filled / p.routes.slots() /
+                            (flops_per_microsecond(gpu) * gpu.multiprocessors * tuning.of_peak[kTile]);
+  return tuning.start +
+         std::max(arithmetic, (work.weight_bytes + work.row_bytes) / (share * gpu.bytes_per_microsecond));
+}
+
+constexpr double kCall = 5.0;         // microseconds of the CPU for an operation of torch, which the GPU waits for
+constexpr double kRoutingCalls = 12;  // operations that sort the slots, before the CPU knows the rows of each expert
+
+double torch_layer_microseconds(const GroupedProblem& p, const Gpu& gpu) {
+  const Tuning& tuning = tuning_of(gpu);
+  const Work work(p);
+  const double experts = static_cast<double>(usual_experts(p.routes));
+  const double arithmetic = work.flops / (flops_per_microsecond(gpu) * gpu.multiprocessors * tuning.torch_of_peak);
+  const double bytes =
+      (work.weight_bytes + work.row_bytes) / (tuning.torch_share_of_bandwidth * gpu.bytes_per_microsecond);
+  return experts * std::max(kCall, tuning.torch_start + std::max(arithmetic, bytes) / experts);
+}
+
+// Kernels between and behind the products, by the matrices of slots that they move.
+double moving_microseconds(double elements, double kernels, const Gpu& gpu) {
+  const Tuning& tuning = tuning_of(gpu);
+  return kernels * tuning.torch_start + 2.0 * elements / (tuning.torch_share_of_bandwidth * gpu.bytes_per_microsecond);
+}
+
+}  // namespace
+
+GroupedPlan plan_grouped(const GroupedProblem& p, const Gpu&) {
+  const GroupedKernel kernel = kernel_for(p.routes, p.transposed);
+  const bool sorts = kernel.loop == MainLoop::kTiled || p.routes.slots() > kSearchedSlots;
+  GroupedPlan plan{kernel.loop, sorts, kernel.rows, row_tiles(p.routes, kernel.rows), 1};
+  plan.sorted_rows = row_tiles(p.routes, kFittedStep) * kFittedStep;
+  plan.fits = sorts;
+  plan.gathers = sorts;
+  return plan;
+}
+
+double experts_microseconds(const GroupedProblem& first, const GroupedProblem& second, const Gpu& gpu) {
+  const double slots = first.routes.slots();
+  const double sorting = slots > kSearchedSlots ? moving_microseconds(0.0, 2.0, gpu) : 0.0;
+  return sorting + layer_microseconds(first, gpu) + layer_microseconds(second, gpu) +
+         moving_microseconds(slots * second.gemm.n, 1.0, gpu);
+}
+
+// Rows are copied and sorted, gate and up are read for the hidden values, results are ordered, weighted and added up.
+double torch_experts_microseconds(const GroupedProblem& first, const GroupedProblem& second, const Gpu& gpu) {
+  const double slots = first.routes.slots(), hidden = static_cast<double>(first.gemm.n);
+  const double elements = slots * (2.0 * first.gemm.k + (products(first) + 1.0) * hidden + 6.0 * second.gemm.n);
+  return kRoutingCalls * kCall + torch_layer_microseconds(first, gpu) + torch_layer_microseconds(second, gpu) +
+         moving_microseconds(elements, 8.0, gpu);
+}
+
+Refusal decide_experts(const GroupedProblem& first, const GroupedProblem& second, const Gpu& gpu) {
+  const Tuning& tuning = tuning_of(gpu);
+  const double ours = experts_microseconds(first, second, gpu);
+  if (ours * tuning.margin() <= torch_experts_microseconds(first, second, gpu)) return Refusal::kNone;
+  return tuning.measured() ? Refusal::kTorchIsFaster : Refusal::kTorchByModel;
+}
+
+}  // namespace fused_mlp::sm80

@@ -1,0 +1,20 @@
+// How the grouped products of sm_80 are cut into tiles, and when they are estimated to be faster than torch's.
+#pragma once
+
+#include "../../../torch-ext/ops/plan.h"
+#include "../../gemm/gpu.h"
+#include "../../gemm/grouped.h"
+
+namespace fused_mlp::sm80 {
+
+GroupedPlan plan_grouped(const GroupedProblem& problem, const Gpu& gpu);
+
+// What two layers of experts take, with what stands before and behind them, and what torch's way takes: a product of
+// each expert that is chosen, launched by the CPU.
+double experts_microseconds(const GroupedProblem& first, const GroupedProblem& second, const Gpu& gpu);
+double torch_experts_microseconds(const GroupedProblem& first, const GroupedProblem& second, const Gpu& gpu);
+
+// kNone where ours are estimated to be the faster way, with a margin.
+Refusal decide_experts(const GroupedProblem& first, const GroupedProblem& second, const Gpu& gpu);
+
+}  // namespace fused_mlp::sm80

@@ -1,0 +1,22 @@
+// How long a product takes, estimated from what a GPU says of itself.
+#pragma once
+
+#include "../../gemm/gpu.h"
+#include "../../gemm/problem.h"
+#include "plan.h"
+#include "tuning.h"
+
+namespace fused_mlp::sm80 {
+
+// Measured on GPUs of the same compute capability, or else estimated for all.
+const Tuning& tuning_of(const Gpu& gpu);
+
+// Operations of one multiprocessor's tensor cores per microsecond, at most.
+double flops_per_microsecond(const Gpu& gpu);
+
+double estimated_microseconds(const GemmProblem& problem, const ListedKernel& kernel, const Gpu& gpu);
+
+// torch's GEMMs, and the pointwise kernel behind them where there is one.
+double torch_microseconds(const GemmProblem& problem, const Gpu& gpu);
+
+}  // namespace fused_mlp::sm80

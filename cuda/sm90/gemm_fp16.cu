@@ -1,7 +1,0 @@
-#include "launch.cuh"
-
-namespace fused_mlp::sm90 {
-
-template cudaError_t launch<__half>(const GemmProblem&, const GemmKernel&, int, cudaStream_t);
-
-}  // namespace fused_mlp::sm90

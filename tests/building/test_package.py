@@ -1,0 +1,178 @@
+"""The package as it ships: what it exports, and how it behaves in processes of users."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import checkout
+import forks
+import machine
+import modules
+import project
+import reference
+from builder import toolchain
+
+ROOT = Path(__file__).parents[2]
+
+
+def environment(**more):
+    """Nothing but what Python needs, and what is given."""
+    needed = ("PATH", "HOME", "PYTHONPATH", "LD_LIBRARY_PATH", "CUDA_HOME", "OMP_NUM_THREADS", "FUSED_MLP_TEST_SEED")
+    return {name: os.environ[name] for name in needed if name in os.environ} | more
+
+
+def local_kernels():
+    return f"{project.repo_id()}={machine.build_folder().resolve()}"
+
+
+def test_exports(fused_mlp):
+    assert set(fused_mlp.__all__) == {
+        "Adapter",
+        "QuantizedWeight",
+        "act_and_mul",
+        "backend",
+        "benchmark",
+        "check",
+        "experts_mlp",
+        "explain",
+        "fuse_mlps",
+        "gated_linear",
+        "gated_mlp",
+        "geglu",
+        "is_fused",
+        "layers",
+        "linear",
+        "mlp",
+        "register_experts",
+        "swiglu",
+    }
+    assert all(getattr(fused_mlp, name).__doc__ for name in fused_mlp.__all__)
+    named = {"GeGLUMLP", "SwiGLUMLP", "GatedMLP", "PackedGatedMLP", "MLP", "Linear"}
+    assert named | {"GeluAndMul", "GeluTanhAndMul", "SiluAndMul"} <= set(fused_mlp.layers.__all__)
+    assert all(getattr(fused_mlp.layers, name).__doc__ for name in fused_mlp.layers.__all__)
+
+
+SCRIPT = """
+import torch, transformers
+import torch.nn.functional as F
+from kernels import LayerRepository, Mode, get_kernel, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping
+from transformers.models.gemma.modeling_gemma import GemmaMLP
+
+torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
+device = torch.get_default_device().type
+fused_mlp = get_kernel("{repo_id}", version={version}, backend=device)
+
+x, gate, up, down = torch.randn(4, 8), torch.randn(16, 8), torch.randn(16, 8), torch.randn(8, 16)
+expected = (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
+print(torch.allclose(fused_mlp.gated_mlp(x, gate, up, down, activation="silu"), expected, atol=1e-4))
+
+replace_kernel_forward_from_hub(GemmaMLP, "GeGLUMLP")
+mlp, x = GemmaMLP(transformers.GemmaConfig(hidden_size=32, intermediate_size=88)), torch.randn(3, 32)
+expected = mlp(x)
+layer = LayerRepository("{repo_id}", layer_name="GeGLUMLP", revision="v{version}")
+with use_kernel_mapping({{"GeGLUMLP": {{device: layer}}}}):
+    mlp = kernelize(mlp, mode=Mode.INFERENCE, device=device)
+print(torch.allclose(mlp(x), expected, atol=1e-4), fused_mlp.explain(mlp).implementation)
+
+config = dict(vocab_size=64, hidden_size=32, intermediate_size=88, num_hidden_layers=2, num_attention_heads=4)
+model, ids = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).eval(), torch.arange(6)[None]
+expected = model(ids).logits
+report = fused_mlp.fuse_mlps(model)
+print(torch.allclose(model(ids).logits, expected, atol=1e-4), len(report.fused), len(report.left))
+"""
+
+
+def test_from_elsewhere(tmp_path):
+    """A script in another directory, with nothing but LOCAL_KERNELS: functions, a layer, a whole model."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(repo_id=project.repo_id(), version=project.version()))
+    done = forks.run(script, cwd=tmp_path, env=environment(LOCAL_KERNELS=local_kernels()))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["True", "True fused", "True 2 0"], done.stdout + done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
+
+
+@pytest.fixture(scope="module")
+def other_build(tmp_path_factory):
+    """A second build for the CPU, from sources that differ in a comment."""
+    pytest.importorskip("ninja")
+    try:
+        toolchain.cxx(), toolchain.python_include()
+    except toolchain.BuildError as error:  # the build that is tested was made elsewhere
+        pytest.skip(f"cannot build here: {error}")
+    copy = checkout.make(tmp_path_factory.mktemp("other"))
+    init = copy / "torch-ext" / project.python_name() / "__init__.py"
+    init.write_text(init.read_text() + "# another build\n")
+    return checkout.build(copy)
+
+
+def test_two_builds_in_one_process(fused_mlp, other_build):
+    """Their ops, their state and their modules are apart."""
+    from kernels import get_local_kernel
+
+    other = get_local_kernel(other_build, backend="cpu")
+    assert other is not fused_mlp
+    assert other.__name__ != fused_mlp.__name__
+    made = reference.operands("gated_mlp")
+    expected = reference.eager("gated_mlp", made, "gelu_pytorch_tanh")
+    for kernel in (fused_mlp, other, fused_mlp):
+        torch.testing.assert_close(kernel.gated_mlp(**made), expected)
+    for name in (fused_mlp.__name__, other.__name__):
+        assert hasattr(getattr(torch.ops, name), "gated_mlp")
+    with other.backend("torch"):
+        assert other.explain(other.gated_mlp, **made).reason == "forced by backend()"
+        assert fused_mlp.explain(fused_mlp.gated_mlp, **made).reason != "forced by backend()"
+
+    for first in (0, 1):  # which is restored first
+        model = modules.Plain()
+        reports = [other.fuse_mlps(model), fused_mlp.fuse_mlps(model)]
+        assert [len(report.fused) for report in reports] == [1, 0]  # another's forward is not this package's to replace
+        assert reports[1].left[0].reason == f"has a forward of its own (from {modules.__name__})"
+        reports[first].restore()
+        reports[1 - first].restore()
+        assert vars(model).keys() == vars(modules.Plain()).keys()
+
+
+# The tests of the functions run once more on each that the CPU has, in a process of its own; without being told to they
+# run on the last of those.
+FLAGS = {"scalar": set(), "avx2": {"avx2", "fma"}, "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"}}
+FLAGS["avx512_bf16"] = FLAGS["avx512"] | {"avx512_bf16"}
+FLAGS["amx"] = FLAGS["avx512_bf16"] | {"amx_tile", "amx_bf16"}
+
+
+def cpu_flags():
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^flags\s*:(.*)$", info.read_text(), re.MULTILINE) if info.exists() else None
+    return set(found[1].split()) if found else set()
+
+
+@pytest.mark.parametrize("isa", FLAGS)
+def test_instruction_sets(isa):
+    known = [name for name, flags in FLAGS.items() if flags <= cpu_flags()]
+    if isa not in known[:-1]:
+        pytest.skip(f"all tests run on {isa}" if isa in known else f"this CPU has no {isa}")
+    chosen = "activations_and_dtypes or extreme or strides_of_all or many_rows or few_rows or any_call"
+    chosen = f"({chosen} or number_of_rows) and not -float16"  # which torch computes
+    if isa == "avx512_bf16":  # differs from avx512 in products of this dtype alone
+        chosen += " and bfloat16"
+    files = ("tests/functions/test_functional.py", "tests/experts/test_experts.py", "tests/training/test_training.py")
+    program = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    variables = environment(LOCAL_KERNELS=local_kernels(), FUSED_MLP_CPU_ISA=isa, CUDA_VISIBLE_DEVICES="")
+    done = forks.run(program, "-q", "-p", "no:cacheprovider", *files, "-k", chosen, env=variables, timeout=600)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert re.search(r"^[1-9]\d* passed", done.stdout, re.MULTILINE), done.stdout
+
+
+@pytest.mark.parametrize("isa", ["sse2", ""])
+def test_an_instruction_set_that_does_not_exist(isa):
+    script = "import project, torch; from kernels import get_kernel\n"
+    script += (
+        "get_kernel(project.repo_id(), version=project.version(), backend='cpu').swiglu(torch.ones(2), torch.ones(2))"
+    )
+    variables = environment(LOCAL_KERNELS=local_kernels(), FUSED_MLP_CPU_ISA=isa)
+    done = forks.run(script, cwd=ROOT / "tools", env=variables)
+    assert done.returncode != 0
+    assert f"FUSED_MLP_CPU_ISA must be scalar, avx2, avx512, avx512_bf16 or amx, not {isa}" in done.stderr

@@ -1,0 +1,516 @@
+"""Small calls that reach every kernel. As a script (`make sanitize`), puts them under NVIDIA's compute-sanitizer.
+
+Memcheck finds accesses outside of allocations, racecheck hazards in shared memory, synccheck misuse of barriers.
+"""
+
+import importlib
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+sys.path.extend(str(Path(__file__).resolve().parents[2] / name) for name in ("tools", "tests/support", "tests/samples"))
+import gemm_kernels
+import machine
+import project
+from builder import toolchain
+from reference import ACTIVATIONS, DTYPES, operands
+
+TOOLS = ("memcheck", "racecheck", "synccheck")
+
+# Rows, in, out. All dimensions have tails, and together they reach every kernel: test_gemm.py checks it.
+GATED = [
+    # streamed, by rows of a tile; k in one to eight parts
+    *((5, k, n) for k, n in ((40, 40), (1544, 2568), (1032, 1032), (1032, 40))),
+    *((13, 40, 5128), (40, 1032, 520), (40, 776, 40)),
+    *((65, k, n) for k, n in ((1544, 1288), (1032, 520), (776, 40))),
+    *((150, 2056, 776), (129, 1032, 392), (129, 776, 40)),
+    *((177, 40, 10248), (197, 1032, 264), (197, 776, 40)),
+    # streamed, where the weights' rows lie multiples of 256 bytes apart: blocks of k are read two at a time
+    *((5, 1152, 1032), (13, 2176, 264), (40, 128, 520), (64, 896, 520)),
+    # tiled: several tiles of rows, and part of one
+    *((m, 328, n) for m, n in ((1300, 1032), (49, 12296))),
+    *((m, 328, n) for m, n in ((3000, 392), (49, 10248))),
+    (330, 328, 3080),
+    *((m, 328, n) for m, n in ((900, 1800), (113, 16392))),
+    *((m, 328, 40) for m in (65, 40)),
+    *((m, 328, n) for m, n in ((900, 520), (65, 5128))),
+    *((m, 328, n) for m, n in ((900, 1032), (129, 5128))),
+    (1300, 520, 1032),
+    *((m, 328, n) for m, n in ((900, 1544), (49, 14344))),
+    *((m, 328, n) for m, n in ((1500, 520), (100, 5128))),
+    *((m, 328, n) for m, n in ((2000, 1032), (129, 10248))),
+    *((m, 328, n) for m, n in ((777, 2056), (177, 8200))),
+]
+PLAIN = [
+    # streamed
+    *((5, k, n) for k, n in ((40, 40), (2056, 2568), (1544, 1032), (1544, 40))),
+    *((40, k, n) for k, n in ((520, 40), (1032, 264), (1032, 40))),
+    *((100, 776, 264), (95, 1544, 1032), (100, 1032, 264), (65, 776, 40)),
+    *((40, 40, 20488), (129, 1544, 1032), (177, 1032, 264), (129, 776, 40)),
+    *((49, 40, 20488), (150, 1544, 1032), (250, 1032, 264), (197, 776, 40)),
+    *((129, 40, 10248), (197, 2056, 1032), (197, 1032, 520), (150, 1032, 264)),
+    *((113, 40, 10248), (250, 1544, 520), (250, 1544, 264)),
+    *((5, 2176, 1032), (13, 4224, 264), (40, 128, 1032), (64, 1152, 264)),
+    # tiled
+    (1500, 328, 2056),
+    *((m, 328, n) for m, n in ((1300, 1800), (95, 20488))),
+    (330, 328, 6152),
+    *((m, 328, n) for m, n in ((900, 1800), (113, 10248))),
+    *((m, 328, n) for m, n in ((900, 776), (49, 10248))),
+    (1500, 520, 776),
+    (95, 520, 10248),
+    *((m, 328, n) for m, n in ((1100, 1800), (129, 12296))),
+    (257, 3080, 40),
+    (100, 3080, 2568),
+    *((m, 328, 40) for m in (49, 40)),
+    *((m, 328, n) for m, n in ((900, 1032), (65, 10248))),
+    *((m, 328, n) for m, n in ((1500, 776), (95, 10248))),
+    *((m, 328, n) for m, n in ((2000, 1288), (177, 12296))),
+]
+# One tile with a tail, whole tiles, and several tiles for each CTA; both widths of the tiles of dx.
+TRAINING = [(5, 40, 40), (128, 128, 128), (300, 264, 520), (129, 72, 136), (2100, 200, 2056)]
+# The last two are for sm80's streamed kernels on a Hopper GPU, of which the second starts early.
+WHOLE = [
+    (5, (272, 528, 144)),
+    (65, (272, 528, 144)),
+    (600, (272, 528, 144)),
+    (5, (512, 1024, 512)),
+    (20, (512, 1024, 512)),
+]
+
+
+def layers() -> Iterator[tuple[str, dict[str, torch.Tensor], str]]:
+    """Function, operands and activation of each call of a fused layer."""
+    count = 0
+    for dtype in (torch.bfloat16, torch.float16):
+        for function, shapes in (("gated_linear", GATED), ("linear", PLAIN)):
+            for rows, n_in, n_out in shapes:
+                for activation in ("linear", ACTIVATIONS[1 + count % (len(ACTIVATIONS) - 1)]):
+                    yield (
+                        function,
+                        operands(function, (rows,), (n_in, n_out, 0), dtype=dtype, device="cuda"),
+                        activation,
+                    )
+                    count += 1
+
+
+def mlps() -> Iterator[tuple[str, dict[str, torch.Tensor], str]]:
+    """The same of each call of a whole MLP."""
+    for dtype in (torch.bfloat16, torch.float16):
+        for function in ("gated_mlp", "mlp"):
+            for rows, sizes in WHOLE:
+                yield function, operands(function, (rows,), sizes, dtype=dtype, device="cuda"), "silu"
+
+
+def gemms_of(architecture: str, fused_mlp) -> Iterator[tuple[str, dict[str, torch.Tensor], str]]:
+    """The same, by an architecture's kernels: those of sm90 for all layers, in every cut, and what is chosen for MLPs;
+    and each kernel forced while its cases are computed.
+    """
+    if architecture == "chosen":
+        yield from layers()
+    if architecture == "sm90":
+        with gemm_kernels.forced(fused_mlp, architecture):
+            yield from layers()
+    if architecture != "sm80":
+        yield from mlps()
+    if architecture == "chosen":
+        return
+    for kernel, entry in enumerate(gemm_kernels.entries(architecture)):
+        if entry[1] in gemm_kernels.TRAINING or not fits(architecture, entry):
+            continue
+        with gemm_kernels.forced(fused_mlp, architecture, kernel):
+            for count, (function, (rows, n_in, n_out)) in enumerate(forced_shapes(architecture, entry)):
+                for dtype in (torch.bfloat16, torch.float16):
+                    activation = ACTIVATIONS[(kernel + count) % len(ACTIVATIONS)]
+                    yield (
+                        function,
+                        operands(function, (rows,), (n_in, n_out, 0), dtype=dtype, device="cuda"),
+                        activation,
+                    )
+
+
+def training_kernels() -> Iterator[tuple[str, int, str]]:
+    """What is forced, and the kind of call that shows it: all of sm90's at once, those of sm80 one by one."""
+    for architecture in gemm_kernels.ARCHITECTURES:
+        if not gemm_kernels.runs_on(architecture, torch.cuda.get_device_capability()):
+            continue
+        if architecture == "sm90":
+            yield architecture, -1, ""
+            continue
+        for kernel, entry in enumerate(gemm_kernels.entries(architecture)):
+            if entry[1] in gemm_kernels.TRAINING and fits(architecture, entry):
+                yield architecture, kernel, "plain" if entry[1].startswith("Plain") else "gated"
+
+
+def training(fused_mlp, by_cublas: bool = False) -> Iterator[tuple[str, Callable[[], object]]]:
+    """The products of training by the kernels that are forced: what a call is, and the call.
+
+    With `by_cublas` the gradient of the second weight is among them, for which the hidden values are stored.
+    """
+    native = importlib.import_module(f"{fused_mlp.__name__}.backends.native")
+    count = 0
+    for dtype in (torch.bfloat16, torch.float16):
+        for rows, n_in, hidden in TRAINING:
+            made = operands("gated_mlp", (rows,), (n_in, hidden, n_in), dtype=dtype, device="cuda")
+            x, gate_weight, up_weight, down_weight, gate_bias, up_bias, _ = made.values()
+            code = count % len(ACTIVATIONS)
+            count += 1
+            for up in (up_weight, None):
+                first = (gate_weight, up), (gate_bias, None if up is None else up_bias)
+                what = f"{'gated' if up is not None else 'plain'} training: {rows}, {n_in}, {hidden}, {dtype}, {code}"
+
+                def call(first=first, x=x, down_weight=down_weight, code=code):
+                    (weight, up), (bias, up_bias) = first
+                    _, gate, kept_up = native.training_forward(
+                        x, weight, up, None, bias, up_bias, None, code, True, None
+                    )
+                    needs = 1 if up is not None else 1 << 4  # x; of a plain MLP the bias, which takes no product
+                    needs |= by_cublas << 3
+                    given = (x, weight, up, down_weight, bias, up_bias, gate, None if up is None else kept_up)
+                    native.training_backward(torch.ones_like(x), *given, code, needs, None)
+                    return native.training_backward_(torch.ones_like(x), *given, code, needs, None)
+
+                yield what, call
+
+
+def biases(native) -> int:
+    """Gradients of biases, read in vectors and by element, of so many rows that they are summed in parts; how many."""
+    cases = list(itertools.product(((2100, 24, 40), (3100, 21, 33)), DTYPES))
+    for (rows, n_in, features), dtype in cases:
+        print(f"gradient of a bias: {rows}, {features}, {dtype}", flush=True)
+        x, weight, bias, gate = (
+            torch.randn(size, device="cuda").to(dtype)
+            for size in ((rows, n_in), (features, n_in), (features,), (rows, features))
+        )
+        given = (x, weight, None, None, bias, None, gate, None)
+        native.training_backward(torch.ones_like(gate), *given, 0, 1 << 4, None)
+        torch.cuda.synchronize()
+    return len(cases)
+
+
+def forced_shapes(architecture: str, entry: tuple[str, ...]) -> list[tuple[str, tuple[int, int, int]]]:
+    """Function, and rows, in and out, for a kernel of a list: whole tiles, tails of all, and k of less than a block, of
+    some, and of more than the ring holds. Those of sm90 are chosen in other cases too: one is enough.
+    """
+    function = "gated_linear" if entry[1] == "Gated" else "linear"
+    if architecture == "sm90":
+        return [(function, (int(entry[2]) + 3, 328, 136))]
+    loop, product, rows, width, block_k, *_, stages = entry
+    rows, width, block_k, stages = (int(number) for number in (rows, width, block_k, stages))
+    columns = width if loop == "streamed" or product == "Plain" else width // 2
+    shapes = [
+        (rows, block_k * 2, columns),
+        (rows + 5, 8, columns + 8),
+        (max(1, rows - 3), block_k * (stages + 2) + 24, 2 * columns - 8),
+        (2 * rows + 1, block_k - 8, 8),
+        (1, block_k * stages, 3 * columns),
+    ]
+    return [(function, shape) for shape in shapes]
+
+
+def fits(architecture: str, entry: tuple[str, ...]) -> bool:
+    """True if the GPU has the shared memory that a kernel needs: all of sm90's do."""
+    if architecture == "sm90":
+        return True
+    rows, width, block_k, warps_m, warps, *_, stages = (int(number) for number in entry if number.isdigit())
+    if entry[0] == "streamed":  # as in cuda/sm80/shape.h
+        weights = width * (2 if "Gated" in entry else 1)
+        behind = warps * min(rows, 16) * (weights + 4) * 4 if warps > 1 else 0
+    else:
+        weights = width
+        behind = width * 2 * (2 if warps_m * warps > 4 else 1)
+    needed = (rows + weights) * block_k * 2 * stages + behind
+    return needed <= torch.cuda.get_device_properties(0).shared_memory_per_block_optin
+
+
+def pointwise() -> Iterator[tuple[torch.Tensor, torch.Tensor, str]]:
+    """Gate, up and activation: dense and packed, with and without a tail."""
+    for dtype in DTYPES:
+        for activation in ACTIVATIONS:
+            for rows, cols in ((3, 328), (5, 77)):
+                packed = torch.randn(rows, 2 * cols, device="cuda").to(dtype)
+                yield *packed.chunk(2, dim=-1), activation
+            yield *(torch.randn(rows, cols, device="cuda").to(dtype) for _ in range(2)), activation
+
+
+def experts(architecture: str) -> Iterator[tuple[dict[str, torch.Tensor], dict]]:
+    """Operands and form of calls of experts_mlp: tiles of all numbers of rows, one to eight CTAs to each."""
+    interleaved = {"interleaved": True, "limit": 7.0, "up_offset": 1.0}
+    for dtype in (torch.bfloat16, torch.float16):
+        for (tokens, k, experts), form in itertools.product(
+            ((1, 4, 8), (12, 3, 5), (40, 4, 12), (120, 3, 9), (200, 2, 4), (64, 8, 512), (900, 3, 7)),
+            ({}, interleaved, {"gated": False}, {"transposed": True, **interleaved}, {"transposed": True}),
+        ):
+            n_in, hidden, out = {1: (1032, 520, 40), 12: (1152, 640, 40)}.get(tokens, (136, 72, 264))
+            if "transposed" in form:
+                if architecture == "sm90" and tokens * k > 32 * experts:
+                    continue  # too many rows an expert for weights that lie so
+                n_in, hidden = n_in // 64 * 64, hidden // 64 * 64
+            rows = hidden if "gated" in form else 2 * hidden
+            made = {"x": torch.randn(tokens, n_in), "top_k_index": torch.randint(-1, experts + 1, (tokens, k))}
+            made |= {"top_k_weights": torch.rand(tokens, k)}
+            made |= {
+                "gate_up_weight": torch.randn(experts, rows, n_in),
+                "down_weight": torch.randn(experts, out, hidden),
+            }
+            made |= {"gate_up_bias": torch.randn(experts, rows), "down_bias": torch.randn(experts, out)}
+            if "transposed" in form:
+                made |= {name: made[name].mT.contiguous() for name in ("gate_up_weight", "down_weight")}
+            routing = ("top_k_index", "top_k_weights")
+            yield (
+                {name: value.cuda().to(value.dtype if name in routing else dtype) for name, value in made.items()},
+                form,
+            )
+
+
+def grouped(fused_mlp, architecture: str) -> int:
+    """The calls of experts() by an architecture's kernels; how many."""
+    calls = 0
+    with gemm_kernels.forced(fused_mlp, architecture), torch.no_grad():
+        for made, form in experts(architecture):
+            shapes = ", ".join(f"{name} {list(operand.shape)}" for name, operand in made.items())
+            print(f"{architecture}: experts_mlp: {shapes}, {made['x'].dtype}, {form}", flush=True)
+            assert all(part.fused for part in fused_mlp.explain(fused_mlp.experts_mlp, **made, **form).parts)
+            fused_mlp.experts_mlp(**made, **form)
+            torch.cuda.synchronize()
+            calls += 1
+    return calls
+
+
+def trained_experts(ops) -> int:
+    """Training of experts: few and many rows of each, some of none, tails of features; how many calls."""
+    cases = list(itertools.product(((5, 2, 4), (300, 3, 5), (900, 2, 3)), (torch.bfloat16, torch.float16)))
+    for (tokens, k, experts), dtype in cases:
+        print(f"training of experts: {tokens} tokens, {k} of {experts}, {dtype}", flush=True)
+        index = torch.randint(-1, experts + 1, (tokens, k), device="cuda")
+        x, first, second = (
+            torch.randn(size, device="cuda").to(dtype)
+            for size in ((tokens, 320), (experts, 384, 320), (experts, 320, 192))
+        )
+        routed = index, torch.rand(tokens, k, device="cuda"), first, second
+        # Those of adapters lie as PEFT keeps them, in either dtype, of ranks with and without a tail.
+        rank, kind = (5, torch.float32) if tokens == 300 else (16, dtype)
+        sizes = ((experts, rank, 320), (384, rank, experts), (experts, rank, 192), (320, rank, experts))
+        factors = [torch.randn(size, device="cuda").to(kind) for size in sizes]
+        factors = [factor.permute(2, 0, 1) if place % 2 else factor for place, factor in enumerate(factors)]
+        for adapters, bits in (([None] * 4, 15), (factors, 255)):
+            _, sorted_x, gate_up, *rows = ops.experts_training_forward(x, *routed, adapters, [0.5, 2.0], 4)
+            kept = torch.ones_like(x), sorted_x, gate_up, *routed, adapters, [0.5, 2.0], rows[0] if rows else None
+            ops.experts_training_backward(*kept, 4, bits)
+            ops.experts_training_backward_(*kept, 4, bits)
+        nothing = None, None
+        ops.adapted_experts(x, *routed, *nothing, factors, [0.5, 2.0], 4, True, False, False, None, 0.0)
+        torch.cuda.synchronize()
+    return 2 * len(cases)
+
+
+def routers(op) -> int:
+    """Calls of the router, behind cuBLAS's product; how many."""
+    cases = list(
+        itertools.product((1, 5, 130), ((3, 3), (33, 8), (128, 8), (512, 32)), (torch.float32, torch.bfloat16))
+    )
+    for rows, (experts, top_k), dtype in cases:
+        print(f"top_k_router: {rows} rows, {top_k} of {experts} experts, {dtype}", flush=True)
+        x, weight = (torch.randn(size, 64, device="cuda").to(dtype) for size in (rows, experts))
+        for narrow in (False, True):
+            op(x, weight, top_k, narrow, narrow)
+        torch.cuda.synchronize()
+    return 2 * len(cases)
+
+
+def blocks(op, fused_mlp, by_cublas: bool) -> int:
+    """Calls of the block's op: a warp and a block of threads for a row, vectors and elements, more than registers hold;
+    those alone whose product is not cuBLAS's, unless `by_cublas`; how many. All rows share a norm's weight, or each has
+    its own.
+    """
+    count = 0
+    for rows, n_in, features in (*((m, k, n) for m, k, n in PLAIN if m * n < 400_000), (5, 72, 77), (3, 40, 9001)):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            x, weight, residual, norm, bias = (
+                torch.randn(size, device="cuda").to(dtype)
+                for size in ((rows, n_in), (features, n_in), (rows, features + 8), (features,), (features,))
+            )
+            plan = fused_mlp.explain(fused_mlp.linear, x, weight, bias, None).parts
+            if not by_cublas and not all(part.fused for part in plan):
+                continue
+            print(f"residual_mlp: {rows}, {n_in}, {features}, {dtype}", flush=True)
+            scale, shift = torch.randn(rows, 2 * features, device="cuda").to(dtype).chunk(2, dim=-1)
+            norms = [(None, None, 0, False), (norm, bias, 1, True), (norm, None, 2, True), (norm, bias, 1, False)]
+            norms += [(norm, None, 2, False), (norm, None, 4, False), (scale, None, 4, False)]
+            norms += [(scale, shift, 5, of_sum) for of_sum in (False, True)]
+            for view in (residual[:, :features], residual[:, 3 : features + 3], residual[:, 8:].contiguous()):
+                for weights, biases, code, of_sum in norms:
+                    last = (weights, biases, 1e-5, code)
+                    op(x, None, weight, None, bias, 0, view, 0.5, None, None, 0.0, 0, *last, of_sum)
+                    torch.cuda.synchronize()
+                    count += 1
+    return count
+
+
+def norms(ops) -> int:
+    """Norms by themselves, forward and backward, of shared and of wider weights; how many calls."""
+    shapes = ((7, 33), (3, 64), (300, 1000), (700, 128), (9, 12288), (2049, 16))
+    cases = list(itertools.product(shapes, DTYPES, (1, 2, 3, 5)))
+    for (rows, features), dtype, kind in cases:
+        print(f"norm: {rows}, {features}, {dtype}, {kind}", flush=True)
+        x, grad, residual = (torch.randn(rows, features, device="cuda").to(dtype) for _ in range(3))
+        weight, bias = torch.randn(2, features, device="cuda").to(dtype)
+        bias = bias if kind in (1, 5) else None
+        _, statistics = ops.norm_forward(x, weight, bias, 1e-5, kind, False)
+        for added in (None, residual):
+            ops.norm_backward(grad, x, weight, statistics, added, None, 0.0, kind, 3 if bias is None else 7)
+        for dropout in (0.0, 0.3):
+            _, total, statistics, *kept = ops.sum_norm_forward(x, residual, weight, bias, 1e-5, kind, dropout)
+            mask, needs = (kept[0], 27) if kept else (None, 19)
+            needs |= 0 if bias is None else 4
+            ops.norm_backward(grad, total, weight, statistics, None, mask, dropout, kind, needs)
+        torch.cuda.synchronize()
+    return 7 * len(cases)
+
+
+def adapted(fused_mlp) -> int:
+    """Layers with low-rank adapters, forward and backward, with and without dropout; how many calls."""
+    shapes = ((5, 136, 264), (40, 320, 192), (300, 520, 776), (1300, 520, 1032))
+    cases = list(itertools.product(shapes, (8, 24), (torch.bfloat16, torch.float16), (0.0, 0.3)))
+    for (rows, width, hidden), rank, dtype, dropout in cases:
+        print(f"adapters: {rows}, {width}, {hidden}, rank {rank}, {dtype}, dropout {dropout}", flush=True)
+
+        def drawn(*sizes, dtype=dtype):
+            return (torch.randn(sizes, device="cuda") / 8).to(dtype).requires_grad_()
+
+        x, weights = drawn(rows, width), [drawn(hidden, width), drawn(hidden, width), drawn(width, hidden)]
+        adapters = [
+            fused_mlp.Adapter(drawn(rank, n_in), drawn(n_out, rank), 2.0, None, dropout)
+            for n_out, n_in in map(torch.Tensor.size, weights)
+        ]
+        named = dict(zip(("gate_adapter", "up_adapter", "down_adapter"), adapters, strict=True))
+        frozen = [weight.detach() for weight in weights]
+        with torch.no_grad():
+            fused_mlp.gated_mlp(x, *frozen, activation="silu", **named)
+        result = fused_mlp.gated_mlp(x, *frozen, activation="silu", **named)
+        leaves = [x, *(matrix for adapter in adapters for matrix in adapter[:2])]
+        torch.autograd.grad(result, leaves, torch.ones_like(result))
+        torch.cuda.synchronize()
+    return 3 * len(cases)
+
+
+def quantized(fused_mlp) -> int:
+    """Quantised weights: few rows streamed, more in tiles, many decoded first or rounded to FP8; how many calls."""
+    rows, shapes = (1, 7, 16, 30, 33, 100, 300, 600), ((128, 320), (576, 64))
+    cases = list(itertools.product(rows, shapes, DTYPES, ("nf4", "nested", "fp8", "fp8 lower blocks", "fp8 rows")))
+    for rows, (width, hidden), dtype, kind in cases:
+        print(f"quantised weights: {rows}, {width}, {hidden}, {dtype}, {kind}", flush=True)
+
+        def made(n, k, kind=kind):
+            if kind.startswith("fp8"):
+                block = {"fp8": (128, 128), "fp8 lower blocks": (64, 128), "fp8 rows": (1, k)}[kind]
+                scales = torch.rand(-(-n // block[0]), -(-k // block[1]), device="cuda")
+                values = torch.randn(n, k, device="cuda").to(torch.float8_e4m3fn)
+                return fused_mlp.QuantizedWeight.from_fp8(values, scales, block)
+            data = torch.randint(256, (n * k // 2, 1), dtype=torch.uint8, device="cuda")
+            blocks = n * k // 64
+            if kind == "nf4":
+                return fused_mlp.QuantizedWeight(data, torch.rand(blocks, device="cuda"), (n, k))
+            scales = torch.randint(256, (blocks,), dtype=torch.uint8, device="cuda")
+            of_scales = torch.rand(-(-blocks // 256), device="cuda"), torch.rand(256, device="cuda")
+            return fused_mlp.QuantizedWeight(data, scales, (n, k), "nf4", 64, *of_scales, 256, 0.5)
+
+        x, weights = torch.randn(rows, width, device="cuda").to(dtype), (made(hidden, width), made(hidden, width))
+        with torch.no_grad():
+            fused_mlp.gated_mlp(x, *weights, made(width, hidden), activation="silu")
+            fused_mlp.linear(x, weights[0], None, activation="gelu")
+        torch.cuda.synchronize()
+    return 2 * len(cases)
+
+
+def run(tool: str) -> None:
+    """All calls, one at a time and announced, so that what the sanitizer reports stands below its call."""
+    from kernels import get_kernel
+
+    fused_mlp = get_kernel(project.repo_id(), version=project.version(), backend="cuda")
+    native = sys.modules[f"{fused_mlp.__name__}.backends.native"]
+    calls = 0
+    with fused_mlp.backend("cuda"):
+        for architecture in gemm_kernels.ARCHITECTURES:
+            if not gemm_kernels.runs_on(architecture, torch.cuda.get_device_capability()):
+                continue
+            for function, made, activation in gemms_of(architecture, fused_mlp):
+                explanation = fused_mlp.explain(getattr(fused_mlp, function), **made, activation=activation)
+                if tool == "racecheck" and not all(part.fused for part in explanation.parts):
+                    continue  # cuBLAS's kernels fault beside those that racecheck has instrumented
+                shapes = ", ".join(f"{name} {list(operand.shape)}" for name, operand in made.items())
+                print(f"{architecture}: {function}: {shapes}, {made['x'].dtype}, {activation}", flush=True)
+                getattr(fused_mlp, function)(**made, activation=activation)
+                torch.cuda.synchronize()
+                calls += 1
+        for architecture in gemm_kernels.ARCHITECTURES:
+            if gemm_kernels.runs_on(architecture, torch.cuda.get_device_capability()):
+                calls += grouped(fused_mlp, architecture)
+        if torch.cuda.get_device_capability() == (9, 0):
+            calls += trained_experts(native)
+        calls += norms(native) + quantized(fused_mlp)
+        if tool != "racecheck":  # beside whose kernels those of cuBLAS fault
+            calls += adapted(fused_mlp)
+        calls += biases(native)
+        calls += blocks(native.residual_mlp, fused_mlp, by_cublas=tool != "racecheck")
+        if tool != "racecheck":
+            calls += routers(native.top_k_router)
+        for architecture, kernel, kind in training_kernels():
+            with gemm_kernels.forced(fused_mlp, architecture, kernel):
+                for what, call in training(fused_mlp, by_cublas=tool != "racecheck"):
+                    if not what.startswith(kind):
+                        continue
+                    print(f"{architecture}, kernel {kernel}: {what}", flush=True)
+                    call()
+                    torch.cuda.synchronize()
+                    calls += 1
+        for gate, up, activation in pointwise():
+            print(f"act_and_mul: {list(gate.shape)} by {gate.stride()}, {gate.dtype}, {activation}", flush=True)
+            leaves = [gate.detach().requires_grad_(), up.detach().requires_grad_()]
+            result = fused_mlp.act_and_mul(*leaves, activation)
+            torch.autograd.grad(result, leaves, torch.ones_like(result))
+            torch.cuda.synchronize()
+            calls += 1
+    print(f"{calls} calls")
+
+
+def start(sanitizer: str, tool: str) -> subprocess.Popen:
+    command = [sanitizer, f"--tool={tool}", "--error-exitcode=1"]
+    command += ["--kernel-name=kns=fused_mlp", "--report-api-errors=no"]  # what torch does besides is not checked
+    command += [sys.executable, __file__, tool]
+    # An allocation of its own for every tensor: what lies outside of one is then outside of allocated memory.
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def main() -> None:
+    if machine.device_type() != "cuda":
+        sys.exit("sanitize needs a GPU and a torch with CUDA")
+    nvcc = toolchain.nvcc()
+    folders = [os.environ.get("PATH", ""), *([str(Path(nvcc.path).parent)] if nvcc else [])]
+    sanitizer = shutil.which("compute-sanitizer", path=os.pathsep.join(folders))
+    if sanitizer is None:
+        sys.exit("sanitize needs compute-sanitizer (of the CUDA toolkit) on the PATH")
+    begin = time.monotonic()
+    failed = []
+    for tool, process in {tool: start(sanitizer, tool) for tool in TOOLS}.items():
+        output, _ = process.communicate()
+        seconds = time.monotonic() - begin
+        if process.returncode == 0:
+            print(f"{tool}: clean, {seconds:.0f} s, {' '.join(output.splitlines()[-2:])}")
+        else:
+            print(f"{output}{tool}: FAILED, {seconds:.0f} s")
+            failed.append(tool)
+    if failed:
+        sys.exit(f"{', '.join(failed)} found errors")
+
+
+if __name__ == "__main__":
+    run(sys.argv[1]) if len(sys.argv) > 1 else main()

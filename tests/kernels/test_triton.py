@@ -1,0 +1,58 @@
+"""The Triton backend where it has no GPU: its kernels are interpreted, and it refuses with a reason."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import machine
+import project
+
+
+@pytest.mark.skipif(machine.device_type() == "cuda", reason="test_triton_kernels.py runs on the GPU here")
+def test_kernels_in_the_interpreter():
+    """Triton asks whether it is to interpret when the kernels are defined: that takes a process of its own."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    ignore = ["-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning"]  # numpy's, of overflows that are meant to be
+    command = [sys.executable, "-m", "pytest", "-q", *ignore, "tests/kernels/test_triton_kernels.py"]
+    run = subprocess.run(command, env=environment, cwd=project.ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.skipif(machine.device_type() == "cuda", reason="Triton runs here")
+def test_refuses_cpu_tensors(fused_mlp):
+    message = "Triton kernels run on GPUs and x is on cpu"
+    with fused_mlp.backend("triton"), pytest.raises(ValueError, match=message):
+        fused_mlp.linear(torch.randn(2, 3), torch.randn(4, 3))
+
+
+NOT_INSTALLED = "import sys; sys.modules['triton'] = None"
+# The result of a search for `triton` in the root of this repository.
+A_FOLDER = """
+import sys
+from importlib.machinery import PathFinder
+class Finder:
+    def find_spec(name, path=None, target=None):
+        return PathFinder.find_spec(name, ["."]) if name == "triton" else None
+sys.meta_path.insert(0, Finder)
+"""
+
+
+@pytest.mark.parametrize("hide", [NOT_INSTALLED, A_FOLDER], ids=["not installed", "a folder of that name"])
+def test_without_triton(hide):
+    """The package imports and works, and the backend says why it does not."""
+    program = f"""
+{hide}
+import torch
+from kernels import get_kernel
+fused_mlp = get_kernel({project.repo_id()!r}, version={project.version()}, backend={machine.device_type()!r})
+gate, up = torch.randn(2, 3, 4)
+print(fused_mlp.act_and_mul(gate, up, "relu").equal(gate.relu() * up))
+with fused_mlp.backend("triton"):
+    fused_mlp.act_and_mul(gate, up)
+"""
+    run = subprocess.run([sys.executable, "-c", program], cwd=project.ROOT, capture_output=True, text=True)
+    assert run.stdout == "True\n", run.stderr
+    assert "triton is not installed" in run.stderr

@@ -1,0 +1,89 @@
+#pragma once
+
+#include "../operands/owned.h"
+
+// Questions to Python's objects, for compiled code that asks many.
+namespace fused_mlp {
+
+inline PyObject* class_of(PyObject* object) { return reinterpret_cast<PyObject*>(Py_TYPE(object)); }
+
+// The answers: an error of Python's is a third one, and stays set.
+enum Answer { kError = -1, kNo = 0, kYes = 1 };
+
+inline Answer answer(bool yes) { return yes ? kYes : kNo; }
+
+// Both the values of a dictionary that holds `key`, borrowed, and nullptr without an error where it does not.
+inline PyObject* item(PyObject* dictionary, PyObject* key) { return PyDict_GetItemWithError(dictionary, key); }
+
+// A dictionary is that of a function's global names.
+inline Answer has_attribute(PyObject* owner, PyObject* name, PyObject* value) {
+  const bool names = PyDict_Check(owner);
+  if (names || PyModule_Check(owner)) {  // a module's dictionary has all that was set, and is asked without its class
+    PyObject* const held = item(names ? owner : PyModule_GetDict(owner), name);
+    if (held != nullptr || names || PyErr_Occurred()) return PyErr_Occurred() ? kError : answer(held == value);
+  }
+  const Owned found(PyObject_GetAttr(owner, name));
+  return found ? answer(found.get() == value) : kError;
+}
+
+// Each is an owner, a name and a value, or a dictionary and a name that it must not have.
+inline Answer are_unchanged(PyObject* attributes) {
+  const Py_ssize_t count = PyTuple_Size(attributes);
+  if (count < 0) return kError;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* const attribute = PyTuple_GetItem(attributes, i);
+    const Py_ssize_t size = PyTuple_Size(attribute);
+    PyObject* const owner = size < 2 ? nullptr : PyTuple_GetItem(attribute, 0);
+    if (size != 3 && (size != 2 || !PyDict_Check(owner))) {
+      PyErr_SetString(PyExc_TypeError, "attributes must be triples of an owner, a name and a value");
+      return kError;
+    }
+    PyObject* const name = PyTuple_GetItem(attribute, 1);
+    const Answer same = size == 3 ? has_attribute(owner, name, PyTuple_GetItem(attribute, 2))
+                                  : answer(item(owner, name) == nullptr && PyErr_Occurred() == nullptr);
+    if (same != kYes) return same;
+  }
+  return kYes;
+}
+
+inline Answer truth(PyObject* object) {
+  const int value = object == nullptr ? -1 : PyObject_IsTrue(object);
+  return value < 0 ? kError : answer(value != 0);
+}
+
+inline Answer attribute_is_true(PyObject* owner, PyObject* name) {
+  return truth(Owned(PyObject_GetAttr(owner, name)).get());
+}
+
+inline Answer said_by(PyObject* function) { return truth(Owned(PyObject_CallObject(function, nullptr)).get()); }
+
+// Whether no error is set but such as says that something cannot be asked or computed here; that is forgotten then. The
+// usual way says what is wrong, or computes it.
+inline bool is_answer() {
+  PyObject* const meant[] = {PyExc_AttributeError, PyExc_BufferError, PyExc_RuntimeError, PyExc_TypeError};
+  for (PyObject* error : meant) {
+    if (PyErr_Occurred() && PyErr_ExceptionMatches(error)) PyErr_Clear();
+  }
+  return PyErr_Occurred() == nullptr;
+}
+
+// Functions that Python calls, of an argument or a tuple of them. A function returns by one of these two alone: an
+// error that is set wins over what it would return.
+
+// None stands for what is not known, or cannot be asked.
+template <PyObject* (*kFind)(PyObject*)>
+PyObject* answered(PyObject*, PyObject* given) {
+  Owned found(kFind(given));
+  const bool failed = PyErr_Occurred() != nullptr;
+  if (failed && !is_answer()) return nullptr;
+  if (!failed && found) return found.release();
+  Py_RETURN_NONE;
+}
+
+template <Answer (*kAsk)(PyObject*)>
+PyObject* boolean(PyObject*, PyObject* given) {
+  const Answer said = kAsk(given);
+  return said == kError || PyErr_Occurred() ? nullptr : PyBool_FromLong(said);
+}
+
+}  // namespace fused_mlp

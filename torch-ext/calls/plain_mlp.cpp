@@ -1,0 +1,326 @@
+#include "plain_mlp.h"
+
+#include <iterator>
+
+#include "../operands/activation.h"
+#include "../operands/rows.h"
+#include "../ops/norm.h"
+#include "../surroundings/settings.h"
+#include "../surroundings/surroundings.h"
+#include "direct_call.h"
+
+namespace fused_mlp {
+namespace {
+
+// Whether the ops run on x's GPU. Where they run on all, none is asked for again.
+Answer is_refused(PyObject* x) {
+  static Answer on_every_gpu = kNo;
+  if (settings.refusal == Py_None || on_every_gpu == kYes) return kNo;
+  on_every_gpu = said_by(settings.every_gpu);
+  if (on_every_gpu != kNo) return on_every_gpu == kYes ? kNo : kError;
+  const Owned index(PyObject_CallMethodObjArgs(x, names().get_device, nullptr));
+  if (!index) return kError;
+  const Owned refused(PyObject_CallFunctionObjArgs(settings.refusal, index.get(), nullptr));
+  return refused ? answer(refused.get() != Py_None) : kError;
+}
+
+// The sizes of a tensor, up to some dimensions: what has more has none here.
+struct Sizes {
+  int64_t of[8];
+  Py_ssize_t dims = 0;
+
+  explicit Sizes(PyObject* tensor) {
+    const Owned shape(PyObject_GetAttr(tensor, names().shape));
+    if (!shape || !PyTuple_Check(shape.get()) || PyTuple_Size(shape.get()) > std::ssize(of)) return;
+    for (; dims < PyTuple_Size(shape.get()) && !PyErr_Occurred(); ++dims) {
+      of[dims] = PyLong_AsSsize_t(PyTuple_GetItem(shape.get(), dims));
+    }
+  }
+};
+
+// Whether a factor or a term has the features of rows of a tensor as the ops take them: of its dtype, or where `wide`
+// of float32.
+Answer are_features_of(PyObject* given, PyObject* tensor, PyObject* dtype, bool wide) {
+  if (!is_tensor(given)) return kNo;
+  const Sizes sizes(given), rows(tensor);
+  if (PyErr_Occurred()) return kError;
+  const bool fit = rows_that_share(sizes.of, sizes.dims, rows.of, rows.dims).has_value();
+  const Answer alike = fit ? has_attribute(given, names().dtype, dtype) : kNo;
+  return fit && wide && alike == kNo ? has_attribute(given, names().dtype, settings.float32) : alike;
+}
+
+// Puts what modulates a norm of x into the places of the weight and the bias that it has not got.
+Answer modulate(PyObject* modulation, bool wide, PyObject* x, PyObject* dtype, PyObject* operands, Py_ssize_t place) {
+  for (Py_ssize_t i = 0; i < 2; ++i) {
+    PyObject* const given = PyTuple_GetItem(modulation, i);
+    const bool is_shift = i == 1;
+    const Answer fits = is_shift && given == Py_None ? kYes : are_features_of(given, x, dtype, wide);
+    if (fits != kYes || PyTuple_GetItem(operands, place + i) != Py_None) return fits == kYes ? kNo : fits;
+    if (put(operands, place + i, given) != kYes) return kError;
+  }
+  const auto kind = static_cast<NormKind>(PyLong_AsSsize_t(PyTuple_GetItem(operands, place + 3)));
+  if (kind != NormKind::kLayer && kind != NormKind::kRms) return kNo;
+  return put(operands, place + 3, kind == NormKind::kLayer ? names().layer_of_one_more : names().rms_of_one_more);
+}
+
+// Puts what is around an MLP into a tuple, as the op has it from a place on; the probability of an active dropout
+// behind it into `dropped`.
+Answer read_block(const Block& block, PyObject* dtype, bool recording, PyObject* operands, Py_ssize_t place,
+                  PyObject** dropped) {
+  if (class_of(block.residual) != settings.tensor) return kNo;
+  PyObject* last = norm_behind(block.behind, recording, dropped);
+  if (last == nullptr) return PyErr_Occurred() ? kError : kNo;
+  const bool norms_sum = block.last != Py_None;
+  if (norms_sum && last != Py_None) return kNo;
+  if (norms_sum) last = block.last;
+  PyObject *const none = Py_None, *const zero = names().zero, *const code = names().no_norm;
+  PyObject *factor = block.factor, *scale = none, *scales = code;
+  if (!PyFloat_CheckExact(factor)) {
+    const Answer fits = last == none ? are_features_of(factor, block.residual, dtype, block.wide) : kNo;
+    if (fits != kYes) return fits;
+    scale = factor, scales = names().scale, factor = names().one;
+  }
+  PyObject* const sum = norms_sum ? Py_True : Py_False;
+  PyObject* const given[] = {block.residual, factor, none, none, zero, code, scale, none, zero, scales, sum};
+  static_assert(std::size(given) == kBlockOperands);
+  for (Py_ssize_t i = 0; i < kBlockOperands; ++i) {
+    if (put(operands, place + i, given[i]) != kYes) return kError;
+  }
+  Answer read = kYes;
+  if (block.first != Py_None) {
+    PyObject* const x = PyTuple_GetItem(operands, 0);
+    const int64_t width = size_of_last(x);
+    read = width < 0 ? kError : read_norm(block.first, width, dtype, recording, operands, place + 2);
+    if (read == kYes && block.modulation != Py_None) {
+      read = modulate(block.modulation, block.modulation_wide, x, dtype, operands, place + 2);
+    }
+  }
+  if (read != kYes || last == Py_None) return read;
+  const Py_ssize_t features = PyObject_Size(PyTuple_GetItem(operands, place / 2 - 1));  // those of the last weight
+  if (features < 0) return kError;
+  return read_norm(last, features, dtype, recording, operands, place + 6);
+}
+
+// Asks of an MLP what is_little_work() does. One whose pattern is to save memory is never too little.
+Answer is_little(const Mlp& mlp, PyObject* operands) {
+  if (PyObject_Size(settings.least_work) == 0) return kNo;
+  const Owned memory(PyObject_GetAttr(mlp.pattern, names().memory));
+  if (!memory || item(settings.parts, memory.get()) == nullptr) return PyErr_Occurred() ? kError : kNo;
+  const Answer gated = attribute_is_true(mlp.pattern, names().gated);
+  const int64_t elements = gated == kError ? -1 : number_of_elements(PyTuple_GetItem(operands, 0));
+  const Py_ssize_t features = elements < 0 ? -1 : PyObject_Size(PyTuple_GetItem(operands, 1));
+  if (features < 0) return kError;
+  return is_little_work(gated == kYes, mlp.in_eval, elements * features);
+}
+
+// Whether a block that autograd follows is one that Python records, and large enough for that: the norm of x, the MLP
+// and the sum with x, or the norm of a sum with the result of an MLP or a layer.
+Answer is_recorded_block(const Block& block, const Mlp& mlp, PyObject* dtype, PyObject* operands, Py_ssize_t place) {
+  PyObject *const factor = PyTuple_GetItem(operands, place + 1), *const last = PyTuple_GetItem(operands, place + 9);
+  if (block.modulation != Py_None || PyFloat_AsDouble(factor) != 1.0) return kNo;
+  const bool norms_sum = block.last != Py_None;
+  if (norms_sum ? block.first != Py_None : block.first == Py_None || block.residual != mlp.x) return kNo;
+  if (!norms_sum && last != names().no_norm) return kNo;
+  PyObject* const least = norms_sum ? item(settings.least_sum, dtype) : nullptr;
+  if (least != nullptr && number_of_elements(block.residual) < PyLong_AsSsize_t(least)) return kNo;
+  if (PyErr_Occurred()) return kError;
+  if (mlp.projections.size() == 1) return answer(norms_sum);
+  const Answer little = is_little(mlp, operands);
+  return little == kError ? kError : answer(little == kNo);
+}
+
+// Computes what autograd follows by its parts, where these take less time than the op and what records it; nullptr
+// without an error where they do not.
+PyObject* faster_parts(PyObject* pattern, bool packed, PyObject* dtype, PyObject* operands) {
+  const Owned memory(PyObject_GetAttr(pattern, names().memory));
+  const Owned named(memory ? PyObject_GetAttr(pattern, names().op) : nullptr);
+  if (!named) return nullptr;
+  PyObject* const op = packed ? names().gated_mlp : named.get();  // which records both
+  PyObject* const of_memory = item(settings.parts, memory.get());
+  PyObject* const parts = of_memory == nullptr ? nullptr : item(of_memory, op);
+  if (parts == nullptr) return nullptr;
+  PyObject* const of_dtype = item(settings.least_recorded, dtype);
+  PyObject* const least = of_dtype == nullptr ? nullptr : item(of_dtype, op);
+  if (PyErr_Occurred()) return nullptr;
+  if (least != nullptr) {
+    PyObject *const x = PyTuple_GetItem(operands, 0), *const weight = PyTuple_GetItem(operands, 1);
+    const int64_t elements = number_of_elements(x), of_weight = elements < 0 ? -1 : number_of_elements(weight);
+    const int64_t features = of_weight > 0 ? PyObject_Size(weight) : 0;
+    if (features <= 0 || elements / (of_weight / features) * features >= PyLong_AsSsize_t(least)) return nullptr;
+  }
+  if (packed) return PyObject_CallFunctionObjArgs(settings.composed, pattern, operands, nullptr);
+  return PyObject_CallObject(parts, operands);
+}
+
+// The result of the op past torch's dispatcher; nullptr without an error where it has to be called.
+PyObject* called_directly(PyObject* pattern, bool packed, Py_ssize_t layers, bool block, PyObject* operands) {
+  const Answer gated = attribute_is_true(pattern, names().gated);
+  if (gated == kError) return nullptr;
+  const Answer up_first = packed ? attribute_is_true(pattern, names().up_first) : kNo;
+  if (up_first == kError) return nullptr;
+  return call_directly({layers, gated == kYes, packed, up_first == kYes, block}, operands);
+}
+
+// Whether the code of an activation is that of none: the op of a block with a single layer applies none.
+bool is_linear(PyObject* code) { return PyLong_AsSsize_t(code) == static_cast<Py_ssize_t>(Activation::kLinear); }
+
+// The operands of a block's op, which has None for the first layer where there is a single one.
+PyObject* operands_of_op(Py_ssize_t layers, PyObject* operands) {
+  if (layers > 1) {
+    Py_INCREF(operands);
+    return operands;
+  }
+  const Py_ssize_t size = PyTuple_Size(operands);
+  Owned given(PyTuple_New(size + 2));
+  for (Py_ssize_t i = 0, place = 0; given && i < size; ++i) {
+    const bool of_layer = i == 1 || i == 2;
+    if (of_layer && put(given.get(), place++, Py_None) != kYes) return nullptr;
+    if (put(given.get(), place++, PyTuple_GetItem(operands, i)) != kYes) return nullptr;
+  }
+  return given.release();
+}
+
+// The result of layers some of which have adapters, all of one dtype; nullptr without an error where they are not.
+PyObject* with_adapters(PyObject* pattern, bool recording, PyObject* dtype, PyObject* operands, PyObject* adapters) {
+  for (PyObject* each : {operands, adapters}) {
+    if (are_of(each, dtype) != kYes) return nullptr;
+  }
+  Answer followed = recording ? needs_gradient(operands) : kNo;
+  if (followed == kNo && recording) followed = needs_gradient(adapters);
+  if (followed == kError) return nullptr;
+  PyObject* const recorded = followed == kYes ? Py_True : Py_False;
+  return PyObject_CallFunctionObjArgs(settings.adapted, pattern, recorded, operands, adapters, nullptr);
+}
+
+}  // namespace
+
+PyObject* dtype_taken(PyObject* x) {
+  if (class_of(x) != settings.tensor || PyObject_Size(settings.blocks) != 1) return nullptr;
+  if (attribute_is_true(x, settings.on_device) != kYes || is_refused(x) != kNo) return nullptr;
+  const Owned dtype(PyObject_GetAttr(x, names().dtype));
+  for (Py_ssize_t i = 0, count = dtype ? PyTuple_Size(settings.dtypes) : 0; i < count; ++i) {
+    PyObject* known = PyTuple_GetItem(settings.dtypes, i);
+    if (known != dtype.get()) continue;
+    const bool may_be_narrowed = known == settings.float32 && settings.is_narrowed != Py_None;
+    return may_be_narrowed && said_by(settings.is_narrowed) != kNo ? nullptr : known;
+  }
+  return nullptr;
+}
+
+bool is_tensor(PyObject* operand) {
+  return class_of(operand) == settings.tensor || class_of(operand) == settings.parameter;
+}
+
+Answer are_of(PyObject* operands, PyObject* dtype) {
+  for (Py_ssize_t i = 0, count = PyTuple_Size(operands); i < count; ++i) {
+    PyObject* const operand = PyTuple_GetItem(operands, i);
+    const Answer same = is_tensor(operand) ? has_attribute(operand, names().dtype, dtype) : kYes;
+    if (same != kYes) return same;
+  }
+  return kYes;
+}
+
+Answer needs_gradient(PyObject* operands) {
+  Answer needs = kNo;
+  for (Py_ssize_t i = 0, count = PyTuple_Size(operands); i < count && needs == kNo; ++i) {
+    PyObject* operand = PyTuple_GetItem(operands, i);
+    if (is_tensor(operand)) needs = attribute_is_true(operand, names().requires_grad);
+  }
+  return needs;
+}
+
+int64_t number_of_elements(PyObject* tensor) {
+  const Owned numel(PyObject_CallMethodObjArgs(tensor, names().numel, nullptr));
+  return numel ? PyLong_AsSsize_t(numel.get()) : -1;
+}
+
+int64_t size_of_last(PyObject* tensor) {
+  const Owned size(PyObject_CallMethodObjArgs(tensor, names().size, names().last, nullptr));
+  return size ? PyLong_AsSsize_t(size.get()) : -1;
+}
+
+Answer is_little_work(bool gated, bool in_eval, int64_t work) {
+  const Owned key(PyTuple_Pack(2, gated ? Py_True : Py_False, in_eval ? Py_True : Py_False));
+  PyObject* const least = key ? item(settings.least_work, key.get()) : nullptr;
+  return PyErr_Occurred() ? kError : answer(least != nullptr && work < PyLong_AsSsize_t(least));
+}
+
+PyObject* fused(const Mlp& mlp, bool recording, const Block* block, bool adapted) {
+  // First the parts: one with hooks, or of another class, runs as it was written for as long as it is there.
+  PyObject* dtype = dtype_taken(mlp.x);
+  if (dtype == nullptr) return nullptr;
+  PyObject* known = known_activation(mlp.act, recording);
+  if (known == nullptr || all_pass(mlp.between, recording) != kYes) return nullptr;
+  // The op's arguments: x, weights, biases, code, and those of the block.
+  const Py_ssize_t layers = mlp.projections.size(), plain = 2 * layers + 2;
+  if (block != nullptr && layers == 1 && !is_linear(PyTuple_GetItem(known, 1))) return nullptr;
+  const Owned given(PyTuple_New(block == nullptr ? plain : plain + kBlockOperands));
+  PyObject* const operands = given.get();
+  if (operands == nullptr) return nullptr;
+  const Owned adapters(PyTuple_New(layers * kAdapterPlaces));
+  if (!adapters) return nullptr;
+  bool has_adapters = false, drops_any = false;
+  for (Py_ssize_t i = 0; i < layers; ++i) {
+    const Py_ssize_t place = i * kAdapterPlaces;
+    bool drops = false;
+    const Answer read =
+        read_adapted(mlp.projections[i], recording, operands, 1 + i, 1 + layers + i, adapters.get(), place, &drops);
+    if (drops && read == kNo && mlp.asks) return PyBool_FromLong(false);
+    if (read != kYes) return nullptr;
+    drops_any = drops_any || drops;
+    has_adapters = has_adapters || PyTuple_GetItem(adapters.get(), place + kA) != Py_None;
+  }
+  if (has_adapters ? block != nullptr : adapted) return nullptr;
+  if (is_undisturbed() != kYes) return nullptr;
+  const Owned cast_to(autocast_dtype());
+  if (PyErr_Occurred() || (cast_to && block != nullptr)) return nullptr;  // autocast casts for a block's norms and sum
+  for (PyObject* part : mlp.between) {
+    if (!is_cast(part)) continue;
+    if (cast_to || has_attribute(PyTuple_GetItem(operands, layers), names().dtype, dtype) != kYes) return nullptr;
+  }
+  if (put(operands, 0, mlp.x) != kYes || put(operands, plain - 1, PyTuple_GetItem(known, 1)) != kYes) return nullptr;
+  PyObject* dropped = nullptr;
+  if (block != nullptr && read_block(*block, dtype, recording, operands, plain, &dropped) != kYes) return nullptr;
+  const Answer packed = attribute_is_true(mlp.pattern, names().packed);
+  if (drops_any && packed != kNo) return packed == kYes && mlp.asks ? PyBool_FromLong(false) : nullptr;
+  if (has_adapters) return with_adapters(mlp.pattern, recording, dtype, operands, adapters.get());
+  const Answer followed = packed == kError ? kError : recording ? needs_gradient(operands) : kNo;
+  if (followed == kError) return nullptr;
+  if (followed == kYes && block != nullptr) {
+    const bool drops = dropped == nullptr || settings.drops == Py_True;
+    const bool recorded = drops && is_recorded_block(*block, mlp, dtype, operands, plain) == kYes;
+    return recorded ? PyTuple_Pack(3, mlp.pattern, operands, drops && dropped ? dropped : names().zero) : nullptr;
+  }
+  if (dropped != nullptr) return nullptr;
+  if (followed == kYes) {
+    const Answer little = is_little(mlp, operands);
+    if (little == kYes) return PyObject_CallFunctionObjArgs(settings.composed, mlp.pattern, operands, nullptr);
+    if (little == kError) return nullptr;
+  }
+  const Answer alike = cast_to ? are_of(operands, cast_to.get()) : kYes;
+  if (alike != kYes) {
+    const bool alone = alike == kNo && followed == kNo;  // where autograd follows, it is told of the casts
+    return alone ? PyObject_CallFunctionObjArgs(settings.composed, mlp.pattern, operands, nullptr) : nullptr;
+  }
+  if (followed == kNo) {
+    PyObject* const result = called_directly(mlp.pattern, packed == kYes, layers, block != nullptr, operands);
+    if (result != nullptr || PyErr_Occurred()) return result;
+  }
+  if (packed == kYes && block != nullptr) return PyTuple_Pack(2, mlp.pattern, operands);
+  PyObject* const parts = followed == kYes ? faster_parts(mlp.pattern, packed == kYes, dtype, operands) : nullptr;
+  if (parts != nullptr || PyErr_Occurred()) return parts;
+  if (packed == kYes || followed == kYes) {
+    Py_INCREF(operands);
+    return operands;
+  }
+  if (block != nullptr) {
+    PyObject* op = item(settings.ops, layers == 3 ? names().gated_block_op : names().block_op);
+    const Owned arguments(op == nullptr ? nullptr : operands_of_op(layers, operands));
+    return arguments ? PyObject_CallObject(op, arguments.get()) : nullptr;
+  }
+  const Owned name(PyObject_GetAttr(mlp.pattern, names().op));
+  PyObject* op = name ? item(settings.ops, name.get()) : nullptr;
+  return op == nullptr ? nullptr : PyObject_CallObject(op, operands);
+}
+
+}  // namespace fused_mlp

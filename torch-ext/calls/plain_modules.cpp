@@ -1,0 +1,524 @@
+#include "plain_modules.h"
+
+#include <cstdint>
+
+#include "../surroundings/settings.h"
+#include "../surroundings/surroundings.h"
+#include "direct_call.h"
+#include "plain_mlp.h"
+
+namespace fused_mlp {
+namespace {
+
+// Parts of a half (models/running/halves.py).
+constexpr Py_ssize_t kNames = 1, kBeforeNorm = 6, kGuards = 7, kCountBehind = 8;
+
+// The half that calling a module runs, and nothing else: borrowed; nullptr where that is not known, or where this part
+// of it is None.
+PyObject* running(PyObject* module, PyObject* state, PyObject* halves, bool recording, Py_ssize_t part = kNames) {
+  PyObject* const kind = class_of(module);
+  PyObject* const own = item(state, names().forward);
+  const Owned forward(own == nullptr ? PyObject_GetAttr(kind, names().forward) : bound_function(own, module));
+  PyObject* const half = forward ? item(halves, forward.get()) : nullptr;
+  if (half == nullptr || PyTuple_GetItem(half, part) == Py_None) return nullptr;
+  PyObject *const written = PyTuple_GetItem(half, 0), *const mark = item(state, settings.mark);
+  const bool fused = forward.get() != written;
+  if (fused && (mark == nullptr || !PyDict_Check(mark))) return nullptr;  // restored
+  // What the module itself held, and the fused method was made of, hides the class's.
+  const bool held = fused && item(mark, names().forward) == Py_True;
+  const bool plain = has_attribute(kind, names().call, settings.call) == kYes &&
+                     (held || has_attribute(kind, names().forward, written) == kYes) &&
+                     hold(PyTuple_GetItem(half, kGuards), kind, state) == kYes && has_hooks(state, recording) == kNo;
+  return plain ? half : nullptr;
+}
+
+// Whether autograd records whatever is computed from x. In training that is so for most calls, whose ops Python
+// records: asked first, it saves all other questions.
+Answer is_followed(PyObject* x, Answer recording) {
+  if (recording != kYes || class_of(x) != settings.tensor) return recording == kError ? kError : kNo;
+  return attribute_is_true(x, names().requires_grad);
+}
+
+// `rest` are the arguments of the tail behind its first one.
+PyObject* joined(PyObject* heads, PyObject* tails, PyObject* owner, PyObject* halves, PyObject* x, PyObject* rest) {
+  const Answer asked = is_recording(), followed = is_followed(x, asked);
+  if (followed == kError || (followed == kYes && PyTuple_Size(rest) != 1)) return nullptr;
+  const bool recording = asked == kYes;
+  PyObject* state = state_of(owner);
+  Few both, starts, ends;
+  if (state == nullptr || read_children(owner, state, halves, &both) != kYes) return nullptr;
+  PyObject *const tail = both.all()[0], *const head = both.all()[1];
+  PyObject* tail_state = state_of(tail);
+  PyObject* head_state = tail_state == nullptr ? nullptr : state_of(head);
+  PyObject* first = head_state == nullptr ? nullptr : running(head, head_state, heads, recording);
+  PyObject* last = first == nullptr ? nullptr : running(tail, tail_state, tails, recording);
+  if (last == nullptr) return nullptr;
+  PyObject* of_head = PyTuple_GetItem(first, kNames);
+  if (read_children(head, head_state, PyTuple_GetItem(of_head, 1), &starts) != kYes ||
+      read_children(tail, tail_state, PyTuple_GetItem(last, 1), &ends) != kYes) {
+    return nullptr;
+  }
+  // The head gave its activation and projections, the tail its projection, what hands values on, and its norm.
+  PyObject* ending = PyTuple_GetItem(last, 2);
+  const bool normed = PyObject_IsTrue(ending) == 1;
+  if (followed == kYes && !normed) return nullptr;
+  const Objects parts = ends.all(), passing = parts.subspan(1, parts.size() - 1 - normed);
+  const size_t in_front = passing.size() - PyLong_AsSsize_t(PyTuple_GetItem(last, kCountBehind));
+  Few& given = starts;
+  if (!given.add(parts[0])) return nullptr;
+  Mlp mlp{PyTuple_GetItem(of_head, 0), x, given.all().subspan(1), given.all()[0], passing.first(in_front)};
+  if (ending != Py_None && PyTuple_Size(rest) == 1) {
+    const Block block{Py_None,
+                      Py_None,
+                      passing.subspan(in_front),
+                      names().one,
+                      PyTuple_GetItem(rest, 0),
+                      normed ? parts.back() : Py_None};
+    Owned whole(fused(mlp, recording, &block));
+    if (!whole && !is_answer()) return nullptr;
+    const bool recorded = whole && PyTuple_Check(whole.get()) && PyTuple_Size(whole.get()) == 3;
+    if (recorded || (whole && class_of(whole.get()) == settings.tensor)) return whole.release();  // or as below
+  }
+  if (followed == kYes) return nullptr;
+  mlp.between = passing;
+  const Owned result(fused(mlp, recording));
+  if (!result || class_of(result.get()) != settings.tensor) return nullptr;  // or operands: the op is not called here
+  return PyTuple_Pack(3, result.get(), last, tail);
+}
+
+// Whether the class of a fused module has this method, and the module the fused one that was made of it, given with
+// its name before them; kYes for None.
+Answer runs_as_read(PyObject* module, PyObject* state, PyObject* method) {
+  if (method == Py_None) return kYes;
+  PyObject* const name = PyTuple_GetItem(method, 0);
+  PyObject* const own = item(state, name);
+  const Owned fused(own == nullptr ? nullptr : bound_function(own, module));
+  if (!fused) return PyErr_Occurred() ? kError : kNo;
+  const Answer read = has_attribute(class_of(module), name, PyTuple_GetItem(method, 1));
+  return read == kYes ? answer(fused.get() == PyTuple_GetItem(method, 2)) : read;
+}
+
+// Where an MLP stands among modules that run in turn, if that is all they are (models/running/sequences.py). Where
+// `act` is negative, the first hands over its activation.
+struct Place {
+  Py_ssize_t act, second;
+};
+
+Answer read_place(Objects parts, PyObject* places, Place* found) {
+  const Owned kinds(PyTuple_New(parts.size()));
+  for (size_t i = 0; kinds && i < parts.size(); ++i) {
+    if (put(kinds.get(), i, class_of(parts[i])) != kYes) return kError;
+  }
+  PyObject* const all = kinds ? item(places, kinds.get()) : nullptr;
+  if (all == nullptr || PyTuple_Size(all) != 1) return PyErr_Occurred() ? kError : kNo;
+  PyObject* const place = PyTuple_GetItem(all, 0);  // of first, act, second, whether act is nn.GLU
+  PyObject *const act = PyTuple_GetItem(place, 1), *const second = PyTuple_GetItem(place, 2);
+  if (second == Py_None || PyTuple_GetItem(place, 3) != Py_False) return kNo;
+  *found = {act == Py_None ? -1 : PyLong_AsSsize_t(act), PyLong_AsSsize_t(second)};
+  return answer(PyLong_AsSsize_t(PyTuple_GetItem(place, 0)) == 0);
+}
+
+// Returns use(mlp, rest), given the MLP that the modules of a nn.ModuleList are if they run in turn, and the modules
+// behind it; nullptr without an error where they are no MLP. `places` says by the classes of modules where MLPs are
+// among them (models/running/sequences.py); `plain` is the pattern of an MLP without a gate.
+template <typename Use>
+PyObject* in_turn(PyObject* list, PyObject* places, PyObject* heads, PyObject* plain, PyObject* x, bool recording,
+                  const Use& use) {
+  if (class_of(list) != settings.module_list) return nullptr;
+  PyObject* const state = state_of(list);
+  PyObject* const children = state == nullptr ? nullptr : item(state, names().modules);
+  if (children == nullptr || !PyDict_Check(children)) return nullptr;
+  Few parts, projections;
+  PyObject *name, *child;
+  for (Py_ssize_t at = 0; PyDict_Next(children, &at, &name, &child);) {
+    if (!parts.add(child)) return nullptr;
+  }
+  Place place;
+  if (read_place(parts.all(), places, &place) != kYes) return nullptr;
+  const Objects all = parts.all(), rest = all.subspan(place.second + 1);
+  if (place.act >= 0) {
+    projections.add(all[0]);
+    projections.add(all[place.second]);
+    const Objects between = all.subspan(place.act + 1, place.second - place.act - 1);
+    return use(Mlp{plain, x, projections.all(), all[place.act], between}, rest);
+  }
+  // These questions come first: nobody may see that a head is asked for its parts.
+  if (dtype_taken(x) == nullptr || is_undisturbed() != kYes) return nullptr;
+  PyObject* const head_state = state_of(all[0]);
+  PyObject* const head = head_state == nullptr ? nullptr : running(all[0], head_state, heads, recording, kBeforeNorm);
+  if (head == nullptr) return nullptr;
+  const Owned handed(PyObject_CallFunctionObjArgs(PyTuple_GetItem(head, kBeforeNorm), all[0], x, nullptr));
+  if (!handed || !PyTuple_Check(handed.get())) return nullptr;
+  PyObject* const first = PyTuple_GetItem(handed.get(), 2);  // behind the pattern of the whole MLP and x
+  for (Py_ssize_t i = 0; i < PyTuple_Size(first); ++i) projections.add(PyTuple_GetItem(first, i));
+  projections.add(all[place.second]);
+  const Owned act(PyObject_CallFunctionObjArgs(settings.known_by, PyTuple_GetItem(handed.get(), 3), nullptr));
+  if (!act) return nullptr;
+  const Objects between = all.subspan(1, place.second - 1);
+  return use(Mlp{PyTuple_GetItem(handed.get(), 0), x, projections.all(), act.get(), between}, rest);
+}
+
+// The block of an MLP, behind whose last projection these parts come before the block's own.
+PyObject* fused_before(Objects parts, const Mlp& mlp, bool recording, const Block& block) {
+  Few behind;
+  for (Objects each : {parts, block.behind}) {
+    for (PyObject* part : each) {
+      if (!behind.add(part)) return nullptr;
+    }
+  }
+  const Block whole{block.first,    block.modulation, behind.all(), block.factor,
+                    block.residual, block.last,       block.wide,   block.modulation_wide};
+  return fused(mlp, recording, &whole);
+}
+
+// The block of a module that runs a list of modules in turn: behind None `turns` has the name of the list, and what
+// in_turn() is given.
+PyObject* block_in_turn(PyObject* turns, PyObject* state, PyObject* x, bool recording, const Block& block) {
+  PyObject* const modules = item(state, names().modules);
+  const bool there = modules != nullptr && PyDict_Check(modules);
+  PyObject* const list = there ? item(modules, PyTuple_GetItem(turns, 1)) : nullptr;
+  if (list == nullptr) return nullptr;
+  const auto use = [&](const Mlp& mlp, Objects rest) -> PyObject* { return fused_before(rest, mlp, recording, block); };
+  PyObject *const places = PyTuple_GetItem(turns, 2), *const heads = PyTuple_GetItem(turns, 3);
+  return in_turn(list, places, heads, PyTuple_GetItem(turns, 4), x, recording, use);
+}
+
+PyObject* block_of(PyObject* wholes, PyObject* module, PyObject* x, bool recording, const Block& block) {
+  PyObject* state = state_of(module);
+  PyObject* half = state == nullptr ? nullptr : running(module, state, wholes, recording);
+  if (half == nullptr) return nullptr;
+  PyObject* names = PyTuple_GetItem(half, kNames);
+  if (PyTuple_GetItem(names, 0) == Py_None) return block_in_turn(names, state, x, recording, block);
+  const bool drops = PyTuple_GetItem(names, 3) != Py_False;
+  if (drops && item(state, fused_mlp::names().training) != Py_False) return nullptr;
+  if (runs_as_read(module, state, PyTuple_GetItem(names, 4)) != kYes) return nullptr;
+  Few found;
+  if (read_children(module, state, PyTuple_GetItem(names, 1), &found) != kYes) return nullptr;
+  const Objects parts = found.all();
+  const size_t layers = PyLong_AsSsize_t(PyTuple_GetItem(names, 2));
+  const Objects passing = parts.subspan(1 + layers);
+  const size_t in_front = passing.size() - PyLong_AsSsize_t(PyTuple_GetItem(half, kCountBehind));
+  const Mlp mlp{PyTuple_GetItem(names, 0), x, parts.subspan(1, layers), parts[0], passing.first(in_front)};
+  return fused_before(passing.subspan(in_front), mlp, recording, block);
+}
+
+// The arguments of a function, each of the kind that a letter names: a dict, a tuple or any object. Less code than
+// PyArg_ParseTuple runs. The error is a ValueError: a TypeError is an answer.
+template <size_t kEnd>
+bool unpack(PyObject* given, const char (&kinds)[kEnd], PyObject* (&arguments)[kEnd - 1]) {
+  bool fits = PyTuple_Size(given) == kEnd - 1;
+  for (size_t i = 0; fits && i < kEnd - 1; ++i) {
+    PyObject* const argument = arguments[i] = PyTuple_GetItem(given, i);
+    fits = kinds[i] == 'o' || (kinds[i] == 'd' ? PyDict_Check(argument) : PyTuple_Check(argument));
+  }
+  if (!fits) PyErr_Format(PyExc_ValueError, "arguments must be of the kinds %s, got %R", kinds, given);
+  return fits;
+}
+
+PyObject* py_configure(PyObject*, PyObject* given) {
+  if (!configure(given)) return nullptr;
+  Py_RETURN_NONE;
+}
+
+Answer py_is_bare(PyObject* module) {
+  PyObject* state = state_of(module);
+  return state == nullptr ? kError : is_bare(module, state, true);
+}
+
+Answer py_is_undisturbed(PyObject*) {
+  const PastModes modes;
+  if (modes.said() != kYes) return modes.said();
+  const Answer casts = is_autocasting();
+  return casts == kNo ? is_undisturbed() : casts == kYes ? kNo : kError;
+}
+
+Answer py_are_items(PyObject* given) {
+  PyObject* of[2];
+  return unpack(given, "dt", of) ? are_items(of[0], of[1]) : kError;
+}
+
+PyObject* py_is_recorded(PyObject* operands) {
+  const Py_ssize_t count = PyTuple_Check(operands) ? PyTuple_Size(operands) : 0;
+  if (count < 1) return PyErr_Format(PyExc_ValueError, "operands must be a tuple with an input, got %R", operands);
+  const PastModes modes;
+  if (modes.said() != kYes) return nullptr;
+  bool plain = dtype_taken(PyTuple_GetItem(operands, 0)) != nullptr && is_undisturbed() == kYes;
+  for (Py_ssize_t i = 1; plain && i < count; ++i) {
+    PyObject* operand = PyTuple_GetItem(operands, i);
+    plain = operand == Py_None || is_tensor(operand);
+  }
+  const Owned cast_to(plain ? autocast_dtype() : nullptr);
+  plain = plain && !PyErr_Occurred() && (!cast_to || are_of(operands, cast_to.get()) == kYes);
+  if (!plain) return nullptr;
+  const Answer recording = is_recording(), recorded = recording == kYes ? needs_gradient(operands) : recording;
+  return recorded == kError ? nullptr : PyBool_FromLong(recorded);
+}
+
+PyObject* py_directly(PyObject* given) {
+  PyObject* of[2];
+  if (!unpack(given, "ot", of)) return nullptr;
+  const Py_ssize_t size = PyTuple_Size(of[1]);
+  const bool block = size % 2 != 0;
+  const Py_ssize_t weights = (size - (block ? kBlockOperands : 0)) / 2 - 1;
+  if (weights < 1 || weights > 3) {
+    return PyErr_Format(PyExc_ValueError, "operands must be those of an op, got %R", of[1]);
+  }
+  const PastModes modes;
+  if (modes.said() != kYes) return nullptr;
+  return call_directly({weights, of[0] == Py_True, false, false, block}, of[1]);
+}
+
+// Whether a module has an activation that is several operations of torch, so that its parts take long.
+Answer has_composite(PyObject* state) {
+  PyObject *const modules = item(state, names().modules), *name, *child;
+  if (modules == nullptr || !PyDict_Check(modules)) return PyErr_Occurred() ? kError : kNo;
+  for (Py_ssize_t place = 0; PyDict_Next(modules, &place, &name, &child);) {
+    if (item(settings.adapters, class_of(child)) != nullptr) return kYes;
+    const Owned kind(PyObject_GetAttr(class_of(child), names().class_name));
+    const bool found = kind && item(settings.composites, kind.get()) != nullptr;
+    if (found || PyErr_Occurred()) return found ? kYes : kError;
+  }
+  return kNo;
+}
+
+// Whether the first parameter needs a gradient of those that a module has, or else its children, of so many
+// generations; kError without an error where there are none.
+Answer is_trained(PyObject* state, int generations) {
+  PyObject *const parameters = item(state, names().parameters), *const modules = item(state, names().modules);
+  PyObject *name, *found;
+  if (parameters == nullptr || modules == nullptr || !PyDict_Check(parameters) || !PyDict_Check(modules)) return kError;
+  for (Py_ssize_t place = 0; PyDict_Next(parameters, &place, &name, &found);) {
+    if (is_tensor(found)) return attribute_is_true(found, names().requires_grad);
+  }
+  for (Py_ssize_t place = 0; generations > 0 && PyDict_Next(modules, &place, &name, &found);) {
+    PyObject* const of_child = found == Py_None ? nullptr : state_of(found);
+    const Answer trained = of_child == nullptr ? kError : is_trained(of_child, generations - 1);
+    if (trained != kError || PyErr_Occurred()) return trained;
+  }
+  return kError;
+}
+
+// Computes py_runs_as_written(). It takes the MLP for one with four times as many hidden features as inputs.
+Answer runs_as_written(PyObject* x, PyObject* module, bool gated) {
+  constexpr int64_t kWider = 4;
+  PyObject* const state = state_of(module);
+  if (state == nullptr) return kError;
+  Answer recording = is_recording();
+  // In training mode a call that is not recorded runs as one that is (training.py).
+  const bool alike = recording == kNo && item(state, names().training) == Py_True && is_unrecorded() == kYes;
+  if (alike) recording = kYes;
+  const Answer casting = recording == kError || PyErr_Occurred() ? kError : is_autocasting();
+  if (casting == kError) return kError;
+  if (recording != kYes && casting != kYes) return kNo;
+  const PastModes modes;
+  PyObject* const dtype = modes.said() == kYes ? dtype_taken(x) : nullptr;
+  if (dtype == nullptr) return PyErr_Occurred() ? kError : kNo;
+  const Owned cast_to(casting == kYes ? autocast_dtype() : nullptr);
+  const bool cast = cast_to && cast_to.get() != dtype;
+  Answer followed = PyErr_Occurred() ? kError : alike ? kYes : is_followed(x, recording);
+  if (followed == kNo && recording == kYes) followed = is_trained(state, 2);
+  if (PyErr_Occurred()) return kError;
+  if (!cast && followed != kYes) return kNo;
+  const Answer quiet = is_quiet();  // what is traced is not asked further: its sizes are recorded too
+  if (quiet != kYes) return quiet;
+  const Answer composite = has_composite(state);
+  if (composite != kNo) return composite == kYes ? kNo : kError;
+  if (followed != kYes && !gated) return kYes;  // all of it is torch's, products that cast and an activation
+  const int64_t elements = number_of_elements(x);
+  if (elements < 0) return kError;
+  const int64_t hidden = kWider * elements;
+  PyObject* const of_dtype = item(settings.least_recorded, cast ? cast_to.get() : dtype);
+  PyObject* const least = of_dtype == nullptr ? nullptr : item(of_dtype, gated ? names().gated_mlp : names().mlp);
+  if (least != nullptr) return answer(hidden < PyLong_AsSsize_t(least));
+  const int64_t width = size_of_last(x);
+  if (width < 0) return kError;
+  const bool in_eval = followed != kYes || item(state, names().training) == Py_False;
+  return is_little_work(gated, in_eval, hidden * width);
+}
+
+Answer py_runs_as_written(PyObject* given) {
+  PyObject* of[3];
+  if (!unpack(given, "ooo", of)) return kError;
+  const Answer left = runs_as_written(of[0], of[1], of[2] == Py_True);
+  return left == kError && is_answer() ? kNo : left;
+}
+
+// The fields of a plan (models/running/plans.py).
+enum Field : Py_ssize_t {
+  kPattern,
+  kProjections,
+  kAct,
+  kBetween,
+  kModule,
+  kBehind,
+  kFirst,
+  kLast,
+  kWide,
+  kModulationWide
+};
+
+PyObject* field(PyObject* plan, Field which) { return PyTuple_GetItem(plan, which); }
+
+// The parts of a plan: children of the module that are known by name, and operands of the call.
+Answer open(Owner* owner, PyObject* plan, PyObject* module, PyObject* operands) {
+  owner->give(operands);
+  PyObject* const parts = PyTuple_GetItem(plan, kModulationWide + 1);
+  if (parts == nullptr || !PyTuple_Check(parts)) return kError;
+  if (PyTuple_Size(parts) == 0) return kYes;
+  PyObject* const state = state_of(module);
+  return state == nullptr ? kError : owner->open(module, state, parts);
+}
+
+// The activation of a plan: one that is an operand may be spelled out, or be a method.
+Owned activation_of(const Owner& owner, PyObject* plan) {
+  PyObject* const act = owner.part(field(plan, kAct));
+  if (act != nullptr && PyLong_Check(field(plan, kAct)) && class_of(act) != settings.function) {
+    return Owned(PyObject_CallFunctionObjArgs(settings.known_by, act, nullptr));
+  }
+  Py_XINCREF(act);
+  return Owned(act);
+}
+
+PyObject* py_fused(PyObject* given) {
+  PyObject* of[4];  // plan, module, x, operands
+  if (!unpack(given, "toot", of)) return nullptr;
+  const PastModes modes;
+  if (modes.said() != kYes) return nullptr;
+  PyObject* const plan = of[0];
+  Owner owner;
+  Few projections, between;
+  const Answer recording = is_recording();
+  if (recording == kError || open(&owner, plan, of[1], of[3]) != kYes) return nullptr;
+  const Owned act = activation_of(owner, plan);
+  const bool known =
+      act && owner.add_all(field(plan, kProjections), &projections) && owner.add_all(field(plan, kBetween), &between);
+  const Mlp mlp{field(plan, kPattern), of[2], projections.all(), act.get(), between.all(), owner.is_in_eval(), true};
+  return known ? fused(mlp, recording == kYes) : nullptr;
+}
+
+// The result of a layer with an adapter, followed by an activation.
+PyObject* py_adapted(PyObject* given) {
+  PyObject* of[4];  // pattern, layer, x, activation
+  if (!unpack(given, "oooo", of)) return nullptr;
+  const PastModes modes;
+  if (modes.said() != kYes) return nullptr;
+  const Answer recording = is_recording();
+  const Mlp mlp{of[0], of[2], Objects(&of[1], 1), of[3], {}, false, true};
+  return recording == kError ? nullptr : fused(mlp, recording == kYes, nullptr, true);
+}
+
+// The result of a norm by itself, which runs its fused forward, or the operands of its op; nullptr without an error
+// where its own code has to run.
+PyObject* normed(PyObject* norm, PyObject* x) {
+  PyObject* const dtype = dtype_taken(x);
+  PyObject* const known = dtype == nullptr ? nullptr : item(settings.norms, class_of(norm));
+  if (known == nullptr || is_undisturbed() != kYes) return nullptr;
+  const Answer recording = is_recording();
+  const int64_t width = recording == kError ? -1 : size_of_last(x);
+  const Owned given(width < 0 ? nullptr : PyTuple_New(6));  // x, weight, bias, eps, code, rounded
+  PyObject* const operands = given.get();
+  if (operands == nullptr || put(operands, 0, x) != kYes || put(operands, 5, PyTuple_GetItem(known, 6)) != kYes) {
+    return nullptr;
+  }
+  if (read_running_norm(norm, width, dtype, operands, 1) != kYes) return nullptr;
+  const Answer followed = recording == kYes ? needs_gradient(operands) : kNo;
+  return followed == kError ? nullptr : norm_or_operands(operands, followed == kYes);
+}
+
+PyObject* py_normed(PyObject* given) {
+  PyObject* of[2];  // norm, x
+  if (!unpack(given, "oo", of)) return nullptr;
+  const PastModes modes;
+  return modes.said() == kYes ? normed(of[0], of[1]) : nullptr;
+}
+
+// Returns use(owner, block, recording), given the block of a plan. The arguments are (plan, module, x, residual,
+// factor, modulation, operands).
+template <typename Use>
+PyObject* with_block(PyObject* const* of, const Use& use) {
+  const PastModes modes;
+  if (modes.said() != kYes) return nullptr;
+  PyObject* const plan = of[0];
+  Owner owner;
+  Few behind;
+  const Answer recording = is_recording(), followed = is_followed(of[2], recording);
+  const bool norms_one = (field(plan, kFirst) == Py_None) != (field(plan, kLast) == Py_None);
+  if (followed == kError || (followed == kYes && !norms_one)) return nullptr;
+  if (is_autocasting() != kNo || open(&owner, plan, of[1], of[6]) != kYes) return nullptr;
+  PyObject *const first = owner.part(field(plan, kFirst)), *const last = owner.part(field(plan, kLast));
+  const bool known = first != nullptr && last != nullptr && owner.add_all(field(plan, kBehind), &behind);
+  const bool wide = field(plan, kWide) == Py_True, modulation_wide = field(plan, kModulationWide) == Py_True;
+  const Block block{first, of[5], behind.all(), of[4], of[3], last, wide, modulation_wide};
+  return known ? use(owner, block, recording == kYes) : nullptr;
+}
+
+PyObject* py_block(PyObject* given) {
+  PyObject* of[7];
+  if (!unpack(given, "tooooot", of)) return nullptr;
+  PyObject* const plan = of[0];
+  return with_block(of, [&](const Owner& owner, const Block& block, bool recording) -> PyObject* {
+    Few projections, between;
+    const Owned act = activation_of(owner, plan);
+    const bool known =
+        act && owner.add_all(field(plan, kProjections), &projections) && owner.add_all(field(plan, kBetween), &between);
+    const Mlp mlp{field(plan, kPattern), of[2], projections.all(), act.get(), between.all()};
+    return known ? fused(mlp, recording, &block) : nullptr;
+  });
+}
+
+PyObject* py_block_of(PyObject* given) {
+  PyObject* of[8];
+  if (!unpack(given, "dtooooot", of)) return nullptr;
+  PyObject* const plan = of[1];
+  return with_block(of + 1, [&](const Owner& owner, const Block& block, bool recording) -> PyObject* {
+    PyObject* const module = owner.part(field(plan, kModule));
+    return module == nullptr ? nullptr : block_of(of[0], module, of[3], recording, block);
+  });
+}
+
+PyObject* py_in_turn(PyObject* given) {
+  PyObject* of[5];
+  if (!unpack(given, "ooddo", of)) return nullptr;
+  const PastModes modes;
+  if (modes.said() != kYes) return nullptr;
+  const Answer asked = is_recording();
+  if (is_followed(of[1], asked) != kNo) return nullptr;
+  const auto use = [&](const Mlp& mlp, Objects rest) -> PyObject* {
+    if (all_pass(rest, asked == kYes) != kYes) return nullptr;
+    PyObject* const found = fused(mlp, asked == kYes);
+    if (found == nullptr || !PyTuple_Check(found)) return found;
+    const Owned operands(found);
+    return PyTuple_Pack(2, mlp.pattern, operands.get());
+  };
+  return in_turn(of[0], of[2], of[3], of[4], of[1], asked == kYes, use);
+}
+
+PyObject* py_joined(PyObject* given) {
+  PyObject* of[6];
+  if (!unpack(given, "ddotot", of)) return nullptr;
+  const PastModes modes;
+  return modes.said() == kYes ? joined(of[0], of[1], of[2], of[3], of[4], of[5]) : nullptr;
+}
+
+}  // namespace
+
+PyMethodDef plain_module_methods[] = {
+    {"configure", py_configure, METH_O, nullptr},
+    {"is_bare", boolean<py_is_bare>, METH_O, nullptr},
+    {"is_undisturbed", boolean<py_is_undisturbed>, METH_NOARGS, nullptr},
+    {"are_items", boolean<py_are_items>, METH_VARARGS, nullptr},
+    {"are_unchanged", boolean<are_unchanged>, METH_O, nullptr},
+    {"is_recorded", answered<py_is_recorded>, METH_O, nullptr},
+    {"runs_as_written", boolean<py_runs_as_written>, METH_VARARGS, nullptr},
+    {"directly", answered<py_directly>, METH_VARARGS, nullptr},
+    {"fused", answered<py_fused>, METH_VARARGS, nullptr},
+    {"adapted", answered<py_adapted>, METH_VARARGS, nullptr},
+    {"normed", answered<py_normed>, METH_VARARGS, nullptr},
+    {"block", answered<py_block>, METH_VARARGS, nullptr},
+    {"block_of", answered<py_block_of>, METH_VARARGS, nullptr},
+    {"in_turn", answered<py_in_turn>, METH_VARARGS, nullptr},
+    {"joined", answered<py_joined>, METH_VARARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace fused_mlp

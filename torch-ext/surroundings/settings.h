@@ -1,0 +1,127 @@
+#pragma once
+
+#include "../ops/norm.h"
+#include "registration.h"  // and with it Python.h
+
+// Python's objects that compiled code asks about, and names.
+namespace fused_mlp {
+
+// Set once, by configure(), and never given back: they live as long as the process.
+struct Settings {
+  PyObject* tensor;  // the classes torch.Tensor, nn.Parameter, and of nn, Linear, Dropout, Identity, GELU; of functions
+  PyObject* parameter;
+  PyObject* linear;
+  PyObject* dropout;
+  PyObject* identity;
+  PyObject* gelu;
+  PyObject* function;
+  PyObject* builtin;
+  PyObject* method;          // that of bound methods
+  PyObject* module;          // nn.Module
+  PyObject* module_list;     // nn.ModuleList
+  PyObject* call;            // nn.Module.__call__ as torch wrote it
+  PyObject* mark;            // the attribute of fused modules, without which fused methods run the original
+  PyObject* known;           // by class of activation, of nn.GELU by `approximate`, or by function: (guards, code)
+  PyObject* known_by;        // a function: what an activation that a method gives is known by
+  PyObject* kernels;         // a dictionary: by class of activation and forward that kernelize puts into its modules
+  PyObject* composites;      // a dictionary: the names of classes of activations that are several operations of torch
+  PyObject* adapters;        // by class of layers with adapters: attributes that are as they were read
+  PyObject* adapted;         // a function: computes layers some of which have adapters (adapters.py)
+  PyObject* drops;           // whether the ops take dropouts in front of adapters
+  PyObject* module_dict;     // nn.ModuleDict
+  PyObject* linears;         // by class of linear layers beside torch's: (guards, whether weights are [in, out], and
+                             // where they are not, there is no bias)
+  PyObject* norms;           // by class of norms: what read_norm() says
+  PyObject* ops;             // by name
+  PyObject* dtypes;          // those that the ops take
+  PyObject* float32;         // one of them
+  PyObject* is_narrowed;     // a function: whether torch multiplies float32 in another dtype; None for a GPU
+  PyObject* on_device;       // the attribute of a tensor that is true on their device
+  PyObject* refusal;         // the one for a GPU by its index: None where the ops run on it; None for a CPU
+  PyObject* every_gpu;       // a function: whether they run on all GPUs
+  PyObject* parts;           // by memory of a pattern and name of an op: the function that computes it part by part
+  PyObject* least_recorded;  // by dtype, by name of an op: from how many hidden values on it pays in training, or never
+  PyObject* least_work;  // by whether it is gated, and in eval mode: from how much work of the first layer on it pays
+  PyObject*
+      least_sum;  // by dtype: from how many elements on the sum and the norm behind an MLP or a layer pay in training
+  PyObject* blocks;        // a list of one element while no backend is forced
+  PyObject* is_inference;  // the function of torch
+  PyObject* quiet;         // functions that return something true where every call is disturbed
+  PyObject* autocast;      // (whether it is enabled at all, whether it is for a device, its dtype there, the device)
+  PyObject* composed;      // a function of a pattern and operands: computes these part by part; None where it cannot
+  PyObject* modes;         // (number of modes that see functions of torch, the mode of an index, class of those that
+                           // change nothing here, class of a context in which none sees anything)
+  PyObject* empty;         // dictionaries that hold something there
+  PyObject* unchanged;     // triples (owner, name, value): attributes that are another object there
+  PyObject* exchange;      // the arguments of configure_direct_calls()
+  PyObject* is_negated;
+  PyObject* empty_like;
+  PyObject* is_profiled;
+};
+extern Settings settings;
+
+// The names that are asked for, made by configure().
+struct Names {
+  PyObject* state = PyUnicode_InternFromString("__dict__");
+  PyObject* call = PyUnicode_InternFromString("__call__");
+  PyObject* forward = PyUnicode_InternFromString("forward");
+  PyObject* enter = PyUnicode_InternFromString("__enter__");
+  PyObject* exit = PyUnicode_InternFromString("__exit__");
+  PyObject* class_name = PyUnicode_InternFromString("__name__");
+  PyObject* bound_to = PyUnicode_InternFromString("__self__");
+  PyObject* bound_function = PyUnicode_InternFromString("__func__");
+  PyObject* parameters = PyUnicode_InternFromString("_parameters");
+  PyObject* modules = PyUnicode_InternFromString("_modules");
+  PyObject* weight = PyUnicode_InternFromString("weight");
+  PyObject* bias = PyUnicode_InternFromString("bias");
+  PyObject* training = PyUnicode_InternFromString("training");
+  PyObject* probability = PyUnicode_InternFromString("p");
+  PyObject* normalized = PyUnicode_InternFromString("normalized_shape");
+  PyObject* block_op = PyUnicode_InternFromString("residual_mlp");
+  PyObject* mlp = PyUnicode_InternFromString("mlp");
+  PyObject* gated_mlp = PyUnicode_InternFromString("gated_mlp");
+  PyObject* gated_block_op = PyUnicode_InternFromString("residual_gated_mlp");
+  PyObject *zero = PyFloat_FromDouble(0.0), *one = PyFloat_FromDouble(1.0);
+  PyObject* no_norm = PyLong_FromSsize_t(static_cast<Py_ssize_t>(NormKind::kNone));  // its code
+  PyObject* scale = PyLong_FromSsize_t(static_cast<Py_ssize_t>(NormKind::kScale));   // likewise
+  PyObject* layer_of_one_more = PyLong_FromSsize_t(static_cast<Py_ssize_t>(NormKind::kLayerOfOneMore));
+  PyObject* rms_of_one_more = PyLong_FromSsize_t(static_cast<Py_ssize_t>(NormKind::kRmsOfOneMore));
+  PyObject* approximate = PyUnicode_InternFromString("approximate");
+  PyObject* dtype = PyUnicode_InternFromString("dtype");
+  PyObject* shape = PyUnicode_InternFromString("shape");
+  PyObject* numel = PyUnicode_InternFromString("numel");
+  PyObject* size = PyUnicode_InternFromString("size");
+  PyObject* last = PyLong_FromSsize_t(-1);  // dimension
+  PyObject* transpose = PyUnicode_InternFromString("t");
+  PyObject* get_device = PyUnicode_InternFromString("get_device");
+  PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
+  PyObject* op = PyUnicode_InternFromString("op");
+  PyObject* memory = PyUnicode_InternFromString("memory");
+  PyObject* packed = PyUnicode_InternFromString("packed");
+  PyObject* gated = PyUnicode_InternFromString("gated");
+  PyObject* up_first = PyUnicode_InternFromString("up_first");
+  PyObject* order = PyUnicode_InternFromString("__mro__");
+  // Attributes of PEFT's layers.
+  PyObject* disabled = PyUnicode_InternFromString("_disable_adapters");
+  PyObject* merged = PyUnicode_InternFromString("merged_adapters");
+  PyObject* active = PyUnicode_InternFromString("_active_adapter");
+  PyObject* scaling = PyUnicode_InternFromString("scaling");
+  PyObject* base_layer = PyUnicode_InternFromString("base_layer");
+  PyObject* casts_input = PyUnicode_InternFromString("cast_input_dtype_enabled");
+  PyObject* variants = PyUnicode_InternFromString("lora_variant");
+  PyObject* use_dora = PyUnicode_InternFromString("use_dora");
+  PyObject* of_adapters[3] = {PyUnicode_InternFromString("lora_A"), PyUnicode_InternFromString("lora_B"),
+                              PyUnicode_InternFromString("lora_dropout")};
+  // The methods that find attributes: of all names, and of those that are not found otherwise.
+  PyObject* finders[2] = {PyUnicode_InternFromString("__getattribute__"), PyUnicode_InternFromString("__getattr__")};
+  // Those of a forward, then those of a backward.
+  PyObject* hooks[4] = {PyUnicode_InternFromString("_forward_hooks"), PyUnicode_InternFromString("_forward_pre_hooks"),
+                        PyUnicode_InternFromString("_backward_hooks"),
+                        PyUnicode_InternFromString("_backward_pre_hooks")};
+};
+const Names& names();
+
+// Reads the settings from a dictionary by their names. False where an error of Python's is set.
+bool configure(PyObject* given);
+
+}  // namespace fused_mlp
