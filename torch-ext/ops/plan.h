@@ -57,13 +57,13 @@ class PlanRecord {
     first_ = true;
     return *this;
   }
-  PlanRecord& set(const char* key, const char* value) { return append(key, '"' + std::string(value) + '"'); }
+  PlanRecord& set(const char* key, const char* value) { return append(key, std::string("\"").append(value).append("\"")); }
   PlanRecord& set(const char* key, int64_t value) { return append(key, std::to_string(value)); }
   std::string text() const { return text_ + "}]"; }
 
  private:
   PlanRecord& append(const char* key, const std::string& value) {
-    text_ += (first_ ? "\"" : ", \"") + std::string(key) + "\": " + value;
+    text_.append(first_ ? "\"" : ", \"").append(key).append("\": ").append(value);
     first_ = false;
     return *this;
   }

@@ -1,4 +1,4 @@
-"""Serves the repositories in FOLDER until it is ended: `python tests/releasing/hub FOLDER`. It prints its address first."""
+"""Serves the repositories in FOLDER until it is ended, its address first: `python tests/releasing/hub FOLDER`."""
 
 import argparse
 import secrets
