@@ -57,7 +57,9 @@ class PlanRecord {
     first_ = true;
     return *this;
   }
-  PlanRecord& set(const char* key, const char* value) { return append(key, std::string("\"").append(value).append("\"")); }
+  PlanRecord& set(const char* key, const char* value) {
+    return append(key, std::string("\"").append(value).append("\""));
+  }
   PlanRecord& set(const char* key, int64_t value) { return append(key, std::to_string(value)); }
   std::string text() const { return text_ + "}]"; }
 
