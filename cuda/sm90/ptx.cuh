@@ -93,6 +93,12 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// At the same barrier of CTA `rank` of the cluster, by a thread that has read what the other is to write over: a
+// release to the cluster would be a fence of all memory.
+__device__ __forceinline__ void mbarrier_arrive_at(uint32_t barrier, uint32_t rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(map_to_rank(barrier, rank)) : "memory");
+}
+
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -139,6 +145,16 @@ __device__ __forceinline__ void tma_load(const CUtensorMap* map, uint32_t barrie
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, "
       "%4}], [%2], %5;" ::"r"(shared),
       "l"(map), "r"(barrier), "r"(column), "r"(row), "l"(policy)
+      : "memory");
+}
+
+// To the same place in the CTAs of the cluster whose bits are set, and at the barrier of each.
+__device__ __forceinline__ void tma_load_to(uint16_t ctas, const CUtensorMap* map, uint32_t barrier, uint32_t shared,
+                                            int column, int row) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, "
+      "%4}], [%2], %5;" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(column), "r"(row), "h"(ctas)
       : "memory");
 }
 

@@ -3,8 +3,9 @@
 // The tensor cores add up in fewer bits than float32 has. So after each block of 128 of k a warpgroup multiplies the
 // block's sums by its scales, and adds them to sums of its own, while the other warpgroup has the tensor cores. A tile
 // is 128 rows of a, 64 for each of two warpgroups, by two halves of 128 weight rows: gate and up of the same columns,
-// or adjacent columns. One warp fills the ring by TMA. CTAs are persistent. Where there are few tiles, several CTAs
-// share k, and another kernel adds their sums (parts.cuh).
+// or adjacent columns. One warp fills the ring by TMA. CTAs are persistent; two of them with the same weights are a
+// cluster, and each brings one half to both. Where there are few tiles, several CTAs share
+// k, and another kernel adds their sums (parts.cuh).
 #pragma once
 
 #include "store.cuh"
@@ -15,34 +16,47 @@ namespace fused_mlp {
 
 // The tiles of a CTA, one after the other: all parts of k of a tile are tiles.
 struct ScaledTiles {
-  static constexpr int kGroupM = 16;
+  static constexpr int kGroupUnits = 8;
   const ScaledArgs& args;
-  int index = blockIdx.x;
+  const int rank;  // in the cluster
+  int index;
+  const int step;
 
-  __device__ __forceinline__ explicit ScaledTiles(const ScaledArgs& args) : args(args) {}
+  __device__ __forceinline__ explicit ScaledTiles(const ScaledArgs& args)
+      : args(args),
+        rank(args.pair > 1 ? sm90::cluster_rank() : 0),
+        index(blockIdx.x / args.pair),
+        step(gridDim.x / args.pair) {}
 
-  __device__ __forceinline__ bool done() const { return index >= args.tiles_m * args.tiles_n * args.split; }
-  __device__ __forceinline__ void advance() { index += gridDim.x; }
+  __device__ __forceinline__ bool done() const { return index >= args.units_m * args.tiles_n * args.split; }
+  __device__ __forceinline__ void advance() { index += step; }
   __device__ __forceinline__ int2 blocks(const ScaledTile& tile) const {
     return {tile.part * args.k_blocks / args.split, (tile.part + 1) * args.k_blocks / args.split};
   }
 
   template <typename Gemm>
   __device__ __forceinline__ ScaledTile tile() const {
-    const int2 at = grouped_tile<kGroupM>(index / args.split, args.tiles_m, args.tiles_n);
-    return {at.x * Gemm::kTileM, at.y * Gemm::kColumns, index % args.split};
+    const int whole = index / args.split;
+    const int2 at = grouped_tile<kGroupUnits>(whole, args.units_m, args.tiles_n);
+    return {(at.x * args.pair + rank) * Gemm::kTileM, at.y * Gemm::kColumns, index % args.split};
   }
 };
 
 template <typename Gemm>
 __device__ __forceinline__ void load_weights(const ScaledArgs& args, const ScaledShared<Gemm>& shared, int stage,
-                                             int block, const ScaledTile& tile) {
+                                             int block, const ScaledTile& tile, int rank) {
   constexpr int kWords = Gemm::kBlockK / 2;  // of 16 bits
 #pragma unroll
   for (int half = 0; half < Gemm::kHalves; ++half) {
     const CUtensorMap* const map = Gemm::kGated && half == 1 ? &args.up_weight : &args.weight;
     const int row = Gemm::kGated ? tile.column : tile.column + half * Gemm::kHalfN;
-    sm90::tma_load(map, shared.full(stage), shared.half(stage, half), block * kWords, row);
+    if (args.pair > 1) {
+      if (half == rank) {
+        sm90::tma_load_to(3, map, shared.full(stage), shared.half(stage, half), block * kWords, row);
+      }
+    } else {
+      sm90::tma_load(map, shared.full(stage), shared.half(stage, half), block * kWords, row);
+    }
   }
 }
 
@@ -67,7 +81,7 @@ __device__ __forceinline__ void produce(const ScaledArgs& args, const ScaledShar
     early = min(Gemm::kStages, blocks.y - blocks.x);
     for (int stage = 0; stage < early; ++stage) {
       sm90::mbarrier_arrive_expect(shared.full(stage), bytes);
-      load_weights<Gemm>(args, shared, stage, blocks.x + stage, tile);
+      load_weights<Gemm>(args, shared, stage, blocks.x + stage, tile, tiles.rank);
     }
   }
   wait_for_previous_kernel();
@@ -81,7 +95,7 @@ __device__ __forceinline__ void produce(const ScaledArgs& args, const ScaledShar
       } else {
         sm90::mbarrier_wait(shared.empty(at.stage), at.parity);
         sm90::mbarrier_arrive_expect(shared.full(at.stage), bytes);
-        load_weights<Gemm>(args, shared, at.stage, block, tile);
+        load_weights<Gemm>(args, shared, at.stage, block, tile, tiles.rank);
       }
       load_rows<Gemm>(args, shared, at.stage, block, tile);
     }
@@ -148,7 +162,13 @@ __device__ __forceinline__ void multiply(const ScaledArgs& args, const ScaledSha
       sm90::fence_accumulator(of_block);
       sm90::wgmma_wait<0>();
       sm90::fence_accumulator(of_block);
-      if (half == Gemm::kHalves - 1 && lane == 0) sm90::mbarrier_arrive(shared.empty(at.stage));
+      if (half == Gemm::kHalves - 1 && lane < args.pair) {
+        if (args.pair > 1) {
+          sm90::mbarrier_arrive_at(shared.empty(at.stage), lane);
+        } else {
+          sm90::mbarrier_arrive(shared.empty(at.stage));
+        }
+      }
       const float by[2] = {of_rows[0] * scale[half], of_rows[1] * scale[half]};
 #pragma unroll
       for (int i = 0; i < Gemm::kSums; ++i) sums[half][i] = fmaf(of_block[i], by[i / 2 % 2], sums[half][i]);
@@ -188,18 +208,21 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1) scaled_kernel(const __grid_
     sm90::prefetch_tensor_map(&args.out);
     for (int stage = 0; stage < Gemm::kStages; ++stage) {
       sm90::mbarrier_init(shared.full(stage), 1);
-      sm90::mbarrier_init(shared.empty(stage), Gemm::kConsumers / 32);
+      sm90::mbarrier_init(shared.empty(stage), args.pair * (Gemm::kConsumers / 32));
     }
     sm90::fence_mbarrier_init();
   }
   __syncthreads();
+  if (args.pair > 1) sm90::cluster_sync();  // nobody writes to a CTA whose barriers are not there yet
   if (threadIdx.x >= Gemm::kConsumers) {
     sm90::shrink_registers<Gemm::kProducerRegisters>();
     if (threadIdx.x == Gemm::kConsumers) produce<Gemm>(args, shared);
+    __syncwarp();
   } else {
     sm90::grow_registers<Gemm::kConsumerRegisters>();
     consume<Gemm>(args, shared);
   }
+  if (args.pair > 1) sm90::cluster_sync();  // no CTA exits while others still write to it, or read from it
 #endif
 }
 

@@ -9,7 +9,7 @@
 namespace fused_mlp {
 
 constexpr int kScaledGroup = 128;
-constexpr int64_t kScaledRows = 128;
+constexpr int64_t kScaledRows = 256;
 
 // Rows of e4m3, `row_bytes` apart, a multiple of 16. The scale of group g of row r is scales[g * scale_stride + r]; a
 // group has places for scale_stride rows, a multiple of kScaledRows.
