@@ -276,6 +276,10 @@ def adapted(model, **options):
 def pair(fused_mlp, device, kind="qwen3_moe", dtype=torch.float32, **options):
     torch.manual_seed(1)
     model = adapted(mixtures.build(kind, dtype), **options).to(device)
+    with torch.no_grad():
+        for name, each in model.named_parameters():
+            if name.endswith(("gate.weight", "router.weight")):
+                each *= 32  # so far apart, probabilities do not change places by rounding
     fused = copy.deepcopy(model)
     fused_mlp.fuse_mlps(fused)
     return model, fused, torch.randint(3, 96, (2, 9), device=device)

@@ -41,7 +41,7 @@ SAME(ExchangeApi, current_stream, DLPackExchangeAPI, current_work_stream);
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 def test_layouts():
-    folders = project.ROOT / "torch-ext", Path(torch.__file__).parent / "include"
+    folders = project.ROOT / "torch-ext/operands", Path(torch.__file__).parent / "include"
     command = ["c++", "-std=c++20", "-fsyntax-only", "-Wno-invalid-offsetof", *(f"-I{each}" for each in folders)]
     done = subprocess.run([*command, "-x", "c++", "-"], input=SOURCE, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -120,6 +120,8 @@ def experts_refusal(
             return "too_large"
     if torch.compiler.is_compiling():  # a graph runs no Python, and is for any number of rows
         return "many_rows" if transposed and is_hopper(x) and has_many_rows(top_k_index, gate_up_weight) else None
+    if is_hopper(x) and not transposed:  # whose kernels are faster for any number of rows
+        return None
     record = ops.plan_experts.default(x, gate_up_weight, down_weight, top_k_index.shape[-1], transposed)
     return json.loads(record)[0].get("refusal")
 
