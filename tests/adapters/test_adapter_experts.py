@@ -276,10 +276,6 @@ def adapted(model, **options):
 def pair(fused_mlp, device, kind="qwen3_moe", dtype=torch.float32, **options):
     torch.manual_seed(1)
     model = adapted(mixtures.build(kind, dtype), **options).to(device)
-    with torch.no_grad():
-        for name, each in model.named_parameters():
-            if name.endswith(("gate.weight", "router.weight")):
-                each *= 32  # so far apart, probabilities do not change places by rounding
     fused = copy.deepcopy(model)
     fused_mlp.fuse_mlps(fused)
     return model, fused, torch.randint(3, 96, (2, 9), device=device)
@@ -323,18 +319,28 @@ def test_models(fused_mlp, device, calls, kind, everything, training):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_bfloat16(fused_mlp, device, calls, kind):
-    """PEFT keeps adapters in float32 beside weights of 16 bit."""
-    model, fused, ids = pair(fused_mlp, device, kind, torch.bfloat16)
-    exact = copy.deepcopy(model).float()
-    (wanted, of_exact), (own, of_own), (got, of_ours) = (run(each, ids) for each in (exact, model, fused))
-    assert of_own.keys() == of_ours.keys()
+    """Adapters in float32 beside weights of 16 bit, as PEFT keeps them. Rounding may change the choice of a router."""
+    model, fused, _ = pair(fused_mlp, device, kind, torch.bfloat16)
+    x, weights = torch.randn(18, 32, device=device).bfloat16(), torch.rand(18, 2, device=device).bfloat16()
+    index = torch.rand(18, 6, device=device).topk(2).indices
+
+    def run_experts(model, dtype):
+        experts = next(each for name, each in model.named_modules() if name.endswith("experts"))
+        result = experts(x.to(dtype), index, weights.to(dtype))
+        result.float().square().mean().backward()
+        given = {name: each.grad for name, each in experts.named_parameters() if each.grad is not None}
+        return result.detach(), given
+
+    exactly, of_exact = run_experts(copy.deepcopy(model).float(), torch.float32)
+    (own, of_own), (got, of_ours) = (run_experts(each, torch.bfloat16) for each in (model, fused))
+    assert of_own and of_own.keys() == of_ours.keys()
     for name in of_own:
         assert of_ours[name].dtype == of_own[name].dtype
-    rows = [(wanted, own, got), *((of_exact[name], of_own[name], of_ours[name]) for name in of_own)]
-    for exactly, theirs, mine in rows:
-        errors = [((each.float() - exactly.float()).norm() / exactly.float().norm()).item() for each in (mine, theirs)]
-        assert errors[0] <= 2 * errors[1] + 3e-2
-    assert len(calls) == LAYERS
+    rows = [(exactly, own, got), *((of_exact[name], of_own[name], of_ours[name]) for name in of_own)]
+    for exact, theirs, mine in rows:
+        errors = [((each.float() - exact).norm() / exact.norm()).item() for each in (mine, theirs)]
+        assert errors[0] <= 2 * errors[1] + 1e-2
+    assert len(calls) == 1
 
 
 CONFIGS = {
