@@ -148,6 +148,7 @@ EPILOGUE = {
     ("cuda/sm80/dense/streamed_store.cuh", "GluEpilogue"): replaced("GluEpilogue<", "CappedEpilogue<", count=2),
     ("cuda/quantized/streamed/gemm.cuh", "GluEpilogue"): USE,
     ("cuda/quantized/tiled/gemm.cuh", "GluEpilogue"): USE,
+    ("cuda/quantized/scaled/store.cuh", "GluEpilogue"): USE,
     ("cpu/amx/amx_gemm.cpp", "run_epilogue"): replaced(
         "value = activate<kActivation, true>(value) * up;",
         f"value = at_most(activate<kActivation, true>(value) * up, {CAP});",
@@ -183,7 +184,7 @@ ARCHITECTURE = {
 }
 GEMM_OF_SM75 = """
 #include "../gemm/architecture.h"
-#include "../gemm/refusal.h"
+#include "../gemm/choice/refusal.h"
 
 namespace fused_mlp::sm75 {
 
