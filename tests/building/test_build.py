@@ -461,9 +461,11 @@ def test_an_interrupted_build_is_one_line(small):
     small.write("slow", "#!/bin/sh\nexec sleep 60\n")
     (small.root / "slow").chmod(0o755)
     command = [sys.executable, "-u", "tools/build.py", "--backend", "cpu"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    # What a shell runs in its background ignores Ctrl-C, and so would its children.
+    options["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     environment = os.environ | {"CXX": str(small.root / "slow")}
-    with subprocess.Popen(command, cwd=small.root, env=environment, **pipes) as building:
+    with subprocess.Popen(command, cwd=small.root, env=environment, **options) as building:
         while not list((small.root / "build/.cache").glob("*/build.ninja")):
             time.sleep(0.05)
         os.killpg(building.pid, signal.SIGINT)
