@@ -481,7 +481,6 @@ def test_cast_after_fusing(fused_mlp, device, calls):
     assert not calls
 
 
-@pytest.mark.skipif(not hasattr(torch, "compile"), reason="no compiler")
 def test_compiled_models(fused_mlp, device, calls):
     """PEFT's own code is traced."""
     torch.compiler.reset()
@@ -570,6 +569,12 @@ def test_patched_methods_are_left(fused_mlp, device, calls, wrappers, monkeypatc
         assert called
         assert_close(got, model(ids).logits)
     assert not calls
+
+
+def test_a_class_of_another_version_is_left(wrappers, monkeypatch):
+    """One without a method that this version calls, too."""
+    monkeypatch.delattr(lora.ParamWrapper, "_activate_lora")
+    assert wrappers.known(lora.ParamWrapper) is None
 
 
 class Doubled(lora.ParamWrapper):

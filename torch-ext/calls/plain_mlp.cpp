@@ -2,11 +2,11 @@
 
 #include <iterator>
 
+#include "../global_state/settings.h"
+#include "../global_state/surroundings.h"
 #include "../operands/activation.h"
 #include "../operands/rows.h"
 #include "../ops/norm.h"
-#include "../surroundings/settings.h"
-#include "../surroundings/surroundings.h"
 #include "direct_call.h"
 
 namespace fused_mlp {

@@ -2,8 +2,8 @@
 
 #include <cstdint>
 
-#include "../surroundings/settings.h"
-#include "../surroundings/surroundings.h"
+#include "../global_state/settings.h"
+#include "../global_state/surroundings.h"
 #include "direct_call.h"
 #include "plain_mlp.h"
 

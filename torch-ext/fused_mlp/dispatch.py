@@ -149,7 +149,7 @@ def _quantized_refusal(device: torch.device, dtype: torch.dtype, is_forced: bool
 def fp8_refusal(out: int, width: int, block: Sequence[int]) -> Optional[str]:
     """The same for a weight of FP8 ``[out, width]``, which no kernel reads: to decode it first may take longer.
 
-    Of how many rows kernels take it, says :func:`most_fp8_rows`.
+    :func:`most_fp8_rows` says up to how many rows kernels take it.
     """
     if width % 64 != 0 or out % 8 != 0:
         return f"of [{out}, {width}] features, which no kernel reads"

@@ -219,7 +219,9 @@ def known(kind: type) -> Optional[Tuple[Tuple[Any, str, Any], ...]]:
 
 def digest(kind: type) -> Optional[str]:
     """A hash of the source of what a call of PEFT's wrapper runs; None where there is none."""
-    activate = inspect.unwrap(kind._activate_lora)  # which a decorator of contextlib stands around
+    activate = inspect.unwrap(getattr(kind, "_activate_lora", None))  # which a decorator of contextlib stands around
+    if not isinstance(activate, FunctionType):
+        return None
     proxy = activate.__globals__.get(_PROXY)
     codes = source.codes_of(kind, _METHODS[:-1])
     return source.digest((*codes, activate.__code__, *source.codes_of(proxy, ("forward",))))
