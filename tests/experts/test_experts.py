@@ -431,7 +431,7 @@ TRAINED = [
 
 
 def trained_by_kernels(fused_mlp):
-    module = importlib.import_module(f"{fused_mlp.__name__}.experts_training")
+    module = importlib.import_module(f"{fused_mlp.__name__}.autograd.experts_training")
     return unittest.mock.patch.object(module, "run", wraps=module.run)
 
 

@@ -211,7 +211,7 @@ def test_a_torch_that_records_in_another_way(fused_mlp, device, monkeypatch, nam
     if name == "comptime":
         monkeypatch.delattr(torch._dynamo.comptime, name)
     else:
-        traced = importlib.import_module(f"{fused_mlp.__name__}.models.running.traced")
+        traced = importlib.import_module(f"{fused_mlp.__name__}.models.methods.traced")
         monkeypatch.setattr(traced, name, lambda *given: given[99])
     (run, backend), x = compiled(module), x_of(device)
     with torch.no_grad(), pytest.warns(UserWarning, match="nothing is fused under torch.compile"):

@@ -178,8 +178,8 @@ def test_a_product_that_somebody_patches(fused_mlp, device, classes, monkeypatch
 
 def test_a_version_that_nobody_has_read(fused_mlp, device, classes, monkeypatch):
     """It is left as it is, and said so."""
-    monkeypatch.setattr(sys.modules[f"{fused_mlp.__name__}.models.reading.liger"], "_DIGESTS", {})
-    activations = sys.modules[f"{fused_mlp.__name__}.models.reading.activations"]
+    monkeypatch.setattr(sys.modules[f"{fused_mlp.__name__}.models.proving.liger"], "_DIGESTS", {})
+    activations = sys.modules[f"{fused_mlp.__name__}.models.proving.activations"]
     activations._products.known.clear()
     model = of("Llama", device)
     apply("Llama", model)

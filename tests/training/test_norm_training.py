@@ -164,7 +164,7 @@ def test_second_derivatives(fused_mlp, device):
 
 def test_gradcheck_of_the_node(fused_mlp, ops, device):
     """Of the composed gradients, in float64, which the node computes where they are differentiated."""
-    alone = importlib.import_module(f"{fused_mlp.__name__}.norms")
+    alone = importlib.import_module(f"{fused_mlp.__name__}.autograd.norms")
     x = torch.randn(3, 8, dtype=torch.float64, device=device, requires_grad=True)
     weight = torch.randn(8, dtype=torch.float64, device=device, requires_grad=True)
 

@@ -24,7 +24,7 @@ def ops(fused_mlp):
 
 @pytest.fixture
 def norms(fused_mlp):
-    return importlib.import_module(f"{fused_mlp.__name__}.norms")
+    return importlib.import_module(f"{fused_mlp.__name__}.autograd.norms")
 
 
 @pytest.fixture

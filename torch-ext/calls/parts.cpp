@@ -3,8 +3,8 @@
 #include <map>
 #include <utility>
 
+#include "../global_state/modes.h"
 #include "../global_state/settings.h"
-#include "../global_state/surroundings.h"
 
 namespace fused_mlp {
 namespace {

@@ -2,8 +2,8 @@
 
 #include <iterator>
 
+#include "../global_state/modes.h"
 #include "../global_state/settings.h"
-#include "../global_state/surroundings.h"
 #include "../operands/activation.h"
 #include "../operands/rows.h"
 #include "../ops/norm.h"

@@ -2,15 +2,15 @@
 
 #include <cstdint>
 
+#include "../global_state/modes.h"
 #include "../global_state/settings.h"
-#include "../global_state/surroundings.h"
 #include "direct_call.h"
 #include "plain_mlp.h"
 
 namespace fused_mlp {
 namespace {
 
-// Parts of a half (models/running/halves.py).
+// Parts of a half (models/running/split_mlps.py).
 constexpr Py_ssize_t kNames = 1, kBeforeNorm = 6, kGuards = 7, kCountBehind = 8;
 
 // The half that calling a module runs, and nothing else: borrowed; nullptr where that is not known, or where this part
@@ -304,7 +304,7 @@ Answer runs_as_written(PyObject* x, PyObject* module, bool gated) {
   PyObject* const state = state_of(module);
   if (state == nullptr) return kError;
   Answer recording = is_recording();
-  // In training mode a call that is not recorded runs as one that is (training.py).
+  // In training mode a call that is not recorded runs as one that is (autograd/training.py).
   const bool alike = recording == kNo && item(state, names().training) == Py_True && is_unrecorded() == kYes;
   if (alike) recording = kYes;
   const Answer casting = recording == kError || PyErr_Occurred() ? kError : is_autocasting();

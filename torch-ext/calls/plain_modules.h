@@ -46,7 +46,7 @@ namespace fused_mlp {
 //     the sum of a residual and a result, (pattern, the op's operands, probability of a dropout behind the MLP).
 //   block_of(wholes, plan, module, x, residual, factor, modulation, operands) -> Tensor | tuple | None
 //     The same of a child that is an MLP and no more. The dictionary holds halves as `joined` has them, with the parts
-//     of the MLP (models/running/halves.py).
+//     of the MLP (models/running/split_mlps.py).
 //   joined(heads, tails, owner, names, x, rest) -> Tensor | (Tensor, half of the tail, tail) | block's | None
 //     The same for an MLP whose halves, tail and head, are two children of a module, up to what its last projection
 //     gives, the tail being given `rest` besides. The dictionaries hold halves by forwards, a half being a tuple that

@@ -5,8 +5,8 @@ from .adapters import Adapter
 from .backends import VERSION as __version__  # noqa: F401
 from .diagnostics.benchmark import benchmark
 from .diagnostics.check import check
+from .diagnostics.explanation import explain
 from .dispatch import backend
-from .explanation import explain
 from .functional import act_and_mul, experts_mlp, gated_linear, gated_mlp, geglu, linear, mlp, swiglu
 from .models.experts.mixtures import register_experts
 from .models.fuse import fuse_mlps, is_fused

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import calls, dispatch, nodes, quantized, training
+from . import calls, dispatch, quantized
 from .activations import BY_CODE, get_activation
+from .autograd import nodes, training
 from .backends import native
 from .operands import OperandTypeError, OperandValueError, check_like, halves, shape_of
 from .quantized import AnyWeight, QuantizedWeight

@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from . import dispatch, experts, experts_training, flops, operands, training
+from . import dispatch, experts, operands
 from .activations import BY_CODE, Activation
-from .backends import native, reference
+from .autograd import experts_training, training
+from .backends import flops, native, reference
 from .operands import PLAIN_TENSORS, autocasts
 
 flops.register()

@@ -11,9 +11,10 @@ from typing import Optional
 
 from torch import Tensor
 
-from . import adapters, calls, operands, quantized, training
+from . import adapters, calls, operands, quantized
 from .activations import get_activation
 from .adapters import Adapter, Layer, Layers
+from .autograd import training
 from .experts import Form
 from .quantized import AnyWeight
 

@@ -18,7 +18,7 @@ from . import functional
 from .activations import get_activation
 from .models.checkpoints import PackedWeights
 from .models.experts import mixtures
-from .models.parts import obstacles
+from .models.parts import refusals
 from .models.running import forwards, normed, plans, shortcut
 
 _GATED = plans.made(forwards.GATED, ("gate_proj", "up_proj", "down_proj"), "act_fn")
@@ -205,7 +205,7 @@ class Linear(nn.Module):
 
     weight: torch.Tensor
 
-    forward = obstacles.linear_forward
+    forward = refusals.linear_forward
 
 
 class GeluAndMul(nn.Module):

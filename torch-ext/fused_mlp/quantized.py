@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from . import calls, dispatch, training
+from . import calls, dispatch
 from .activations import get_activation
+from .autograd import training
 from .backends import native, reference
 from .operands import OperandTypeError, OperandValueError, shape_of
 

@@ -20,7 +20,7 @@ using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
 using Strides = std::vector<int64_t>;
 
 // The strides that torch gives to the results of its elementwise operations on operands of one shape (its
-// TensorIterator); fused_mlp/strides.py has the same rules for shapes without data.
+// TensorIterator); fused_mlp/backends/strides.py has the same rules for shapes without data.
 class StrideRules {
  public:
   explicit StrideRules(Sizes sizes) : sizes_(sizes) {}

@@ -9,9 +9,9 @@ from typing import Any, List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from .. import _ops, operands, strides
+from .. import _ops, operands
 from .._ops import add_op_namespace_prefix, ops
-from . import BUILT_FOR, plans
+from . import BUILT_FOR, plans, strides
 
 DEVICE_TYPE: str = BUILT_FOR["type"]  # "cuda" or "cpu"
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..models import fuse
+from ..models.methods import switching
 from ..models.reading.attributes import modules_of, parameters_of
 from ..models.report import FusionReport, lines, summary
-from ..models.running import switching
 from . import machine, timing
 
 _ROUNDS = 7

@@ -12,12 +12,13 @@ from typing import Dict, Iterator, List, Sequence, Set, Tuple
 import torch
 from torch import Tensor
 
-from .. import dispatch, functional, training
+from .. import dispatch, functional
 from ..activations import get_activation
+from ..autograd import training
 from ..backends import VERSION, native, plans
-from ..explanation import Explanation, explain
 from ..models.report import lines
 from . import machine
+from .explanation import Explanation, explain
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ROWS = tuple(1 << power for power in range(13))

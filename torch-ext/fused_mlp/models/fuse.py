@@ -17,15 +17,16 @@ from typing import Any, Dict, List, Optional, Tuple
 import torch
 from torch import nn
 
-from .. import training
+from ..autograd import training
 from . import outcome, verification
 from .experts import mixtures, routers, wrappers
+from .methods import switching
 from .outcome import Outcome, Reason
 from .parts import adapters
 from .reading.attributes import FUSED, finder_of, method_in, modules_of, state_of, written
 from .report import FusionReport, of_module
-from .rewriting import endings, rewriter, shape
-from .running import adapted, normed, shortcut, switching
+from .rewriting import detection, endings, rewriter
+from .running import adapted, normed, shortcut
 
 
 def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.KEPT) -> FusionReport:
@@ -209,7 +210,7 @@ def _plan_of(
         methods, unknown = rewriter.fused_methods(module, memory)
     if unknown and not methods:
         reasons = tuple(map(outcome.of_activation, unknown))
-        return {}, Outcome(outcome.NONE, reasons) if shape.has_two_projections(module) else None
+        return {}, Outcome(outcome.NONE, reasons) if detection.has_two_projections(module) else None
     if not methods and not is_tail:
         methods = endings.fused_methods(module, memory)
     if not methods:

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .. import dispatch, quantized, training
+from .. import dispatch, quantized
 from ..adapters import DROPS, Layer
+from ..autograd import training
 from ..backends import reference
 from .experts import mixtures, routers, wrappers
-from .parts import adapters, norms, obstacles, recognition
+from .parts import adapters, norms, recognition, refusals
 from .reading.attributes import attribute_of, of_call
 from .reading.source import tree_of
-from .rewriting import endings, rewriter, shape
+from .rewriting import detection, endings, rewriter
 from .rewriting.found import FoundMLP, around_of
 from .running import adapted, forwards, normed
 
@@ -144,7 +145,7 @@ def of_methods(module: nn.Module, methods: Iterable[FunctionType]) -> Optional[O
 
 def _part_fused(mlp: FoundMLP) -> str:
     """The extent of fusion of an MLP that is not fused whole."""
-    if mlp.activation is None or obstacles.of_surroundings() is not None or _without_kernel(mlp):
+    if mlp.activation is None or refusals.of_surroundings() is not None or _without_kernel(mlp):
         return NONE
     first = list(mlp.projections.values())[: 2 if mlp.pattern.gated and not mlp.pattern.packed else 1]
     if mlp.pattern.whole and not any(map(adapters.of_state, first)):
@@ -223,12 +224,12 @@ def of_nothing_to_fuse(module: nn.Module, methods: Iterable[FunctionType]) -> Op
 
 
 def _has_own_product(projection: Any) -> bool:
-    return obstacles.has_own_product(projection) and not adapters.is_known(projection)
+    return refusals.has_own_product(projection) and not adapters.is_known(projection)
 
 
 def of_parts(projections: Dict[str, nn.Module]) -> Outcome:
     """The outcome of an MLP with these projections and a known activation. Its pattern is what is said of adapters."""
-    around = obstacles.of_surroundings()
+    around = refusals.of_surroundings()
     reasons = called({name: around or adapters.of_state(part) for name, part in projections.items()})
     return Outcome(NONE if reasons else FULL, reasons, adapters.words_of(projections.values()))
 
@@ -241,10 +242,10 @@ def of_sum(parts: Dict[str, nn.Module]) -> Outcome:
     """
     (projection, layer), *behind, (last, norm) = parts.items()
     unknown = None if type(norm) in norms.known else f"a {type(norm).__name__}"
-    found = {projection: obstacles.of_projection(layer)}
+    found = {projection: refusals.of_projection(layer)}
     found.update({name: _before_sum(part) for name, part in behind})
     found[last] = unknown or of_call(norm)
-    around = obstacles.of_surroundings()
+    around = refusals.of_surroundings()
     reasons = called(found if around is None else dict.fromkeys(found, around))
     if reasons:
         return Outcome(NONE, reasons, _SUM)
@@ -285,13 +286,13 @@ def of_activation(function: object) -> Reason:
 
 def of_finder(module: nn.Module, name: str) -> Optional[Outcome]:
     """The outcome of a module that is skipped because its class has this method; None if it cannot be an MLP."""
-    is_mlp = shape.has_parts_of_mlp(module) and shape.applies_activation_to_projection(module)
+    is_mlp = detection.has_parts_of_mlp(module) and detection.applies_activation_to_projection(module)
     return Outcome(NONE, (Reason(OWN_FINDER, name),)) if is_mlp else None
 
 
 def of_nothing(module: nn.Module) -> Optional[Outcome]:
     """The outcome of a module that is an MLP and has no match; None if it is no MLP."""
-    if issubclass(type(module), (nn.ModuleList, nn.ModuleDict)) or not shape.has_parts_of_mlp(module):
+    if issubclass(type(module), (nn.ModuleList, nn.ModuleDict)) or not detection.has_parts_of_mlp(module):
         return None
     forward = inspect.getattr_static(type(module), "forward")
     forward = (
@@ -301,12 +302,12 @@ def of_nothing(module: nn.Module) -> Optional[Outcome]:
         return Outcome(NONE, (Reason(NO_FUNCTION, "", type(forward).__name__),))
     if tree_of(forward) is None:
         return Outcome(NONE, (Reason(NO_SOURCE),))
-    return Outcome(NONE, (Reason(UNKNOWN_FORM),)) if shape.applies_activation_to_projection(module) else None
+    return Outcome(NONE, (Reason(UNKNOWN_FORM),)) if detection.applies_activation_to_projection(module) else None
 
 
 def _reasons(mlp: FoundMLP) -> List[Reason]:
     """The reasons why one MLP is not fused further."""
-    around = obstacles.of_surroundings()
+    around = refusals.of_surroundings()
     if around is not None:
         return [Reason(CALLED, "all parts", around)]
     if any(mlp.halves.values()):  # then their parts are not looked at

@@ -20,7 +20,7 @@ from ..adapters import Layer
 from ..backends import reference
 from ..experts import traceable
 from .experts import mixtures, proofs
-from .parts import adapters, obstacles
+from .parts import adapters, refusals
 from .rewriting.found import FoundMLP
 from .running import forwards
 
@@ -69,7 +69,7 @@ class Verification:
 
 def _can_be_computed(mlp: FoundMLP) -> bool:
     """True if a sample call has no side effects (no hooks, no modes) and all weights are materialised."""
-    if obstacles.of_surroundings() is not None or mlp.activation is None:
+    if refusals.of_surroundings() is not None or mlp.activation is None:
         return False
     layers = [adapters.layer_of(part) for part in mlp.projections.values()]
     if any(isinstance(layer, str) or (layer.adapter is not None and layer.adapter.dropout) for layer in layers):

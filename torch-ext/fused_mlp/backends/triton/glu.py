@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ... import strides
+from .. import strides
 from .activations import activate, derivative
 from .devices import device_of
 from .rows import as_rows

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import strides
 from ..._ops import add_op_namespace_prefix, ops
+from .. import strides
 from . import experts, gemm, glu
 
 _DEVICES = ("cuda", "xpu", "cpu")  # the interpreter's tensors are on the CPU

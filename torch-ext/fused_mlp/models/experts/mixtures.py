@@ -15,15 +15,17 @@ from typing import Any, Callable, Dict, Optional, Set, Tuple
 import torch
 from torch import Tensor, nn
 
-from ... import calls, dispatch, training
+from ... import calls, dispatch
+from ...autograd import training
 from ...backends import native, reference
 from ...experts import NO_ADAPTERS, Adapters
-from ..parts import obstacles
+from ..methods import switching
+from ..parts import refusals
+from ..proving.mixtures import SKIPS_ALL
 from ..reading.attributes import as_written, of_call, written
-from ..reading.mixtures import SKIPS_ALL
 from ..reading.source import remembered
-from ..running import shortcut, switching
-from . import interface, proofs, settled
+from ..running import shortcut
+from . import cached, interface, proofs
 from .proofs import Experts, Unknown
 
 _is_compiling = torch.compiler.is_compiling
@@ -77,7 +79,7 @@ def fused_method(method: FunctionType) -> FunctionType:
         is_off = not shortcut.is_grad_enabled() and self.training
         is_as_recorded = is_off and bool(args) and shortcut.is_as_recorded(self, args[0])
         if not (is_as_recorded or _is_compiling() or len(args) != 3 or kwargs):
-            result = settled.output(self, *args)
+            result = cached.output(self, *args)
             if result is not None:
                 return result
         another = instead(self)
@@ -103,7 +105,7 @@ def registered(
     given = (hidden_states, top_k_index, top_k_weights)
     result = None
     if not (others or named):
-        result = None if _is_compiling() else settled.output(self, *given)
+        result = None if _is_compiling() else cached.output(self, *given)
         result = _fused(self, *given) if result is None else result
     if result is not None:
         return result
@@ -139,10 +141,10 @@ def with_adapters(
 
     ``known`` is what ``settled.found`` says of the call.
     """
-    tensors = None if known is None else settled.tensors_of(module, known)
+    tensors = None if known is None else cached.tensors_of(module, known)
     if tensors is None or _of_adapters(x) is not None or _of_call(x, index, weights, tensors[0]) is not None:
         return _fused(module, x, index, weights, adapters=adapters)
-    if known.last is not None and not settled.are_experts(index, known.last):
+    if known.last is not None and not cached.are_experts(index, known.last):
         return None
     return calls.adapted_experts(x, index, weights, *tensors, known.form, adapters=adapters)
 
@@ -194,7 +196,7 @@ def _fused(
     if follows and not is_adapted and not all(tensor is None or tensor.requires_grad for tensor in tensors):
         return None  # frozen weights, of which the unfused way keeps less
     last = _last_index(module, found, way)
-    if proof is not None and last is not None and not settled.are_experts(index, last):
+    if proof is not None and last is not None and not cached.are_experts(index, last):
         return None
     trained = way == interface.NAME and follows
     call: Callable[..., Optional[Tensor]] = (
@@ -204,7 +206,7 @@ def _fused(
         call = functools.partial(calls.adapted_experts, adapters=adapters)
     result = proofs.computed(module, found, call, x, index, weights, tensors)
     if result is not None and proof is not None and (is_adapted or not follows):
-        settled.settle(module, proof, last, x, index)
+        cached.settle(module, proof, last, x, index)
     return result
 
 
@@ -233,7 +235,7 @@ def _in_order(names: Tuple[str, ...], args: Tuple[Any, ...], kwargs: Dict[str, A
 
 def _of_module(module: nn.Module, found: Experts, tensors: Tuple[Optional[Tensor], ...], way: str) -> Optional[str]:
     """The reason why ``experts_mlp`` cannot compute a module, whatever the arguments of the call; None if it can."""
-    around = obstacles.of_surroundings()
+    around = refusals.of_surroundings()
     if around is not None:
         return around
     up = tensors[0]

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ...experts import Form
-from ..reading import mixtures as reading
+from ..proving import mixtures as reading
+from ..proving.evaluation import Evaluation
+from ..proving.mixtures import SKIPS_NONE, Loop, Sizes
+from ..proving.values import MISSING, PLAIN, Bound, NotProved, Proof, Proofs
 from ..reading.attributes import class_of
-from ..reading.evaluation import Evaluation
-from ..reading.mixtures import SKIPS_NONE, Loop, Sizes
-from ..reading.values import MISSING, PLAIN, Bound, NotProved, Proof, Proofs
 from . import interface
 
 

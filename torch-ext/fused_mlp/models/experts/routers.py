@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from ... import calls, dispatch
 from ...backends import native
-from ..parts import obstacles
+from ..methods import switching
+from ..parts import refusals
 from ..parts.guards import Guards, guards_of
+from ..proving.evaluation import Evaluation, inputs
+from ..proving.values import Bound, Held, Node, NotProved, Proof, Proofs, Value
 from ..reading.attributes import as_written, class_of, written
-from ..reading.evaluation import Evaluation, inputs
-from ..reading.values import Bound, Held, Node, NotProved, Proof, Proofs, Value
-from ..running import shortcut, switching
+from ..running import shortcut
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -46,7 +47,7 @@ def is_fused(function: Any) -> bool:
 
 _forms: Dict[FunctionType, _Form] = {}  # by the fused methods that were made
 _proofs = Proofs()
-_SOFTMAX, _TOPK = obstacles.unpatched(F, "softmax", F), obstacles.unpatched(torch, "topk", torch)
+_SOFTMAX, _TOPK = refusals.unpatched(F, "softmax", F), refusals.unpatched(torch, "topk", torch)
 (_X,) = inputs("x")
 _WEIGHT = Node("parameter", (("weight",),))
 
@@ -129,7 +130,7 @@ def obstacle(module: nn.Module) -> Optional[str]:
     found = "a patched class" if method is None else _operands(module, _forms[method])
     if isinstance(found, str):
         return found
-    return obstacles.of_surroundings() or native.refusal("top_k_router", found[0])
+    return refusals.of_surroundings() or native.refusal("top_k_router", found[0])
 
 
 _Operands = Tuple[Tensor, int, int]  # the weight, its width, how many experts are chosen
@@ -170,7 +171,7 @@ def _routed(module: nn.Module, form: _Form, x: Any) -> Optional[Tuple[Tensor, Te
         unpatched = F.softmax is _SOFTMAX and torch.topk is _TOPK
         disturbed = (
             not (flags and unpatched)
-            or obstacles.of_surroundings() is not None
+            or refusals.of_surroundings() is not None
             or calls.composition_reason(x) is not None
         )
     else:

@@ -15,14 +15,15 @@ from typing import Any, Dict, Iterator, NamedTuple, Optional, Set, Tuple, Union
 import torch
 from torch import Tensor, nn
 
-from ... import training
 from ...adapters import Adapter
+from ...autograd import training
 from ...backends import native
+from ..methods import switching
 from ..parts import adapters
 from ..reading import source
 from ..reading.attributes import are_unchanged, as_written, of_call, written
-from ..running import shortcut, switching
-from . import mixtures, proofs, settled
+from ..running import shortcut
+from . import cached, mixtures, proofs
 
 _NAME = "peft.tuners.lora.layer.ParamWrapper"
 # The names that a call of it looks up in the class, and a class that it puts around a weight.
@@ -105,7 +106,7 @@ def _fused_method(method: FunctionType) -> FunctionType:
 
 def _output(module: nn.Module, x: Any, index: Any, weights: Any) -> Optional[Tensor]:
     *_, base = _chain(module)
-    known = settled.found(base, x, index, weights)
+    known = cached.found(base, x, index, weights)
     proof = known or proofs.of(base)
     found = _read(module, proof)
     if isinstance(found, str) or not found.adapters:  # without adapters PEFT calls the experts as they are

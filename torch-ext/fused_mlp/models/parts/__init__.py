@@ -1,1 +1,1 @@
-"""The parts of an MLP: which activation, norm or linear layer something is, and where an MLP is in code."""
+"""The parts of an MLP: which activation, norm, linear layer or adapter something is, and what guards that."""

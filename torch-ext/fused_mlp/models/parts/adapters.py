@@ -18,7 +18,7 @@ from ...operands import is_narrowed
 from ...quantized import QuantizedWeight
 from ..reading import source
 from ..reading.attributes import are_unchanged, of_call
-from . import obstacles, quantized
+from . import quantized, refusals
 
 is_traced = torch.compiler.is_dynamo_compiling
 _NAME, _OF_4BIT = "peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit"
@@ -67,7 +67,7 @@ def layer_of(part: nn.Module) -> Union[str, Layer]:
     for a source.
     """
     if is_traced():
-        found = obstacles.parameters_of(part)
+        found = refusals.parameters_of(part)
         return found if isinstance(found, str) else Layer(*found)
     methods = known(type(part))
     if methods is None:
@@ -111,7 +111,7 @@ _WITH_ADAPTERS = " with LoRA"
 
 def is_wrapped(part: nn.Module) -> bool:
     """True for a layer that multiplies in a way of its own as long as it is there: none whose class is known."""
-    return obstacles.is_wrapped(part) and not is_known(part)
+    return refusals.is_wrapped(part) and not is_known(part)
 
 
 def is_known(part: nn.Module) -> bool:
@@ -208,7 +208,7 @@ _CONTAINERS = {nn.ModuleDict}
 def parameters_of(part: nn.Module) -> Union[str, Tuple[Tensor, Optional[Tensor]]]:
     """:func:`obstacles.parameters_of`, in less time for what needs no more questions."""
     if type(part) is not nn.Linear:
-        return obstacles.parameters_of(part)
+        return refusals.parameters_of(part)
     state = part.__dict__
     if not (
         state["_forward_hooks"]
@@ -222,7 +222,7 @@ def parameters_of(part: nn.Module) -> Union[str, Tuple[Tensor, Optional[Tensor]]
         is_plain = type(weight) is nn.Parameter and bias is None and weight.dtype in _PLAIN
         if is_plain and weight.layout is torch.strided and not is_narrowed(weight):
             return weight, None
-    return obstacles.parameters_of(part)
+    return refusals.parameters_of(part)
 
 
 _OWN = {"forward", "weight", "bias"}  # what a module may hold in the place of what its class, or torch, has put there

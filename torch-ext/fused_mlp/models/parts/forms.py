@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...activations import Activation, get_activation
 from ...backends import native
-from ..reading import activations
+from ..proving import activations
 from ..reading.attributes import are_unchanged, of_call
 from .guards import guards_of
 from .recognition import activation_of, name_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import CellType, FunctionType
 from typing import Any, Iterable, List, NamedTuple, Optional, Tuple
 
-from ..reading.values import MISSING, Dependency
+from ..proving.values import MISSING, Dependency
 
 
 class Guards(NamedTuple):

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..reading import algebra
-from ..reading.algebra import Sum, atom, number, plus, power, times
-from ..reading.evaluation import Evaluation, inputs
-from ..reading.values import Bound, Dependency, Held, Node, NotProved, Proof, Proofs, Value, looked_up
-from . import obstacles
+from ..proving import algebra
+from ..proving.algebra import Sum, atom, number, plus, power, times
+from ..proving.evaluation import Evaluation, inputs
+from ..proving.values import Bound, Dependency, Held, Node, NotProved, Proof, Proofs, Value, looked_up
+from . import refusals
 from .guards import Guards, guards_of
 
 LAYER, RMS, RMS_OF_ONE_MORE, SCALE = 1, 2, 3, 4  # the codes of the ops (torch-ext/ops/norm.h)
@@ -42,8 +42,8 @@ class Norm(NamedTuple):
 
 def _of_torch(code: int, kind: type, function: str, has_bias: bool) -> Norm:
     home = nn.modules.normalization
-    forward = kind, "forward", obstacles.unpatched(kind, "forward", home)
-    guards = Guards((forward, (F, function, obstacles.unpatched(F, function, F))))
+    forward = kind, "forward", refusals.unpatched(kind, "forward", home)
+    guards = Guards((forward, (F, function, refusals.unpatched(F, function, F))))
     return Norm(guards, code, "eps", True, has_bias)
 
 
@@ -61,7 +61,7 @@ def code_of(module: nn.Module) -> Optional[int]:
     if state["_modules"] or not state["_parameters"]:
         return None
     forward = looked_up(kind, "forward")
-    if kind.__call__ is not obstacles._CALL or type(forward) is not FunctionType or hasattr(forward, "__wrapped__"):
+    if kind.__call__ is not refusals._CALL or type(forward) is not FunctionType or hasattr(forward, "__wrapped__"):
         return None
     found = _proofs.get(kind, module, lambda: _proved(module, forward)).found
     if found is None:
@@ -105,7 +105,7 @@ def _is_own(node: Node) -> bool:
 
 
 def _norm_of(value: Node, kind: type, forward: FunctionType, dependencies: Tuple[Dependency, ...]) -> Optional[Norm]:
-    own = ((kind, "__call__", obstacles._CALL), (kind, "forward", forward))
+    own = ((kind, "__call__", refusals._CALL), (kind, "forward", forward))
     if issubclass(kind, nn.LayerNorm) and _is_layer_norm(value):
         guards = guards_of(each for each in dependencies if each.owner != () or each.name not in _OF_LAYER_NORM)
         if guards is None:

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch.nn.parameter import is_lazy
 
 from ...activations import ACTIVATIONS, Activation, get_activation
-from ..reading import activations as reading
+from ..proving import activations as reading
+from ..proving.values import Dependency, holds
 from ..reading.attributes import children_of, of_call, parameters_of
-from ..reading.values import Dependency, holds
 from .guards import Guards, guards_of
 
 # Classes whose instances compute a row of the table whatever their attributes are; torch.nn.GELU is read below.

@@ -1,1 +1,1 @@
-"""Reading what Python functions compute, from their syntax: no code of a user's runs."""
+"""Python functions as they are written: their syntax, and attributes that are looked up without running code."""

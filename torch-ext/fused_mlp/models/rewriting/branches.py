@@ -20,11 +20,11 @@ import copy
 from types import FunctionType
 from typing import Any, Dict, List, Optional, Tuple
 
-from ..parts.roles import Role, RoleOf, harmless_calls
+from ..matching.roles import Role, RoleOf, harmless_calls
+from ..proving.evaluation import Evaluation
+from ..proving.values import NotProved
 from ..reading.effects import bound
-from ..reading.evaluation import Evaluation
 from ..reading.names import SIMPLE, blocks, is_name
-from ..reading.values import NotProved
 from .substitution import replace
 
 Condition = Tuple[ast.expr, bool]  # a test, and what it has to be

@@ -13,14 +13,14 @@ from typing import Any, Dict, Optional, Tuple
 
 from torch import nn
 
-from ..parts import obstacles
-from ..parts.roles import Role
+from ..matching.roles import Role
+from ..methods.functions import Instead
+from ..parts import refusals
 from ..reading import effects
 from ..reading.attributes import as_written, attribute_of, class_of
 from ..reading.source import remembered
-from ..running import forwards, halves, plans, shortcut
+from ..running import forwards, plans, shortcut, split_mlps
 from . import branches, rewriter
-from .functions import Instead
 from .fused_calls import NAMES, made_call
 
 
@@ -35,7 +35,7 @@ def fused_methods(module: nn.Module, memory: str) -> Dict[str, FunctionType]:
     read = rewriter.roles_in(forward, module), rewriter.answers_in(forward, module)
     made = _made(forward, *read, memory)
     projection = None if made is None else attribute_of(module, _names[made][0])
-    if projection is None or obstacles.has_own_product(projection):
+    if projection is None or refusals.has_own_product(projection):
         return {}
     shortcut.learn_layers((projection,))
     return {"forward": made}
@@ -62,7 +62,7 @@ def _made(
     """The forward with the call in front of what it does, which is left for where the op does not take the parts."""
     if rewriter.half_of(forward, roles, answers) != Role.TAIL:
         return None
-    half = halves.tails[forward]
+    half = split_mlps.tails[forward]
     if not half.ending or half.names is None or half.found.between:
         return None
     projection, *behind, norm = half.names
@@ -81,5 +81,5 @@ def _made(
     instead = Instead(as_written("forward", forward), rewriter.TRACED, None, None, False)
     made = rewriter.method_of(tree, forward, {**NAMES, "@plan": plan}, instead, (), memory)
     _names[made] = half.names
-    halves.tails[made] = half
+    split_mlps.tails[made] = half
     return made

@@ -10,11 +10,11 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 from torch import Tensor, nn
 
 from ...activations import Activation
+from ..matching.matches import Act, AnySite, Block, Joint, Whole
+from ..matching.pattern import Pattern
 from ..parts import forms
-from ..parts.pattern import Pattern
-from ..parts.sites import Act, AnySite, Block, Joint, Whole
 from ..reading.source import value_of, values_of
-from ..running import forwards, halves
+from ..running import forwards, split_mlps
 from .fused_calls import NAMES, expression_of
 
 
@@ -72,7 +72,7 @@ def _mlps_across(joint: Joint, function: FunctionType, module: nn.Module) -> Lis
 
 def _mlp_across(named_head: Tuple[str, Any], named_tail: Tuple[str, Any]) -> FoundMLP:
     (head_name, head), (tail_name, tail) = named_head, named_tail
-    first, last = halves.running(head, halves.heads), halves.running(tail, halves.tails)
+    first, last = split_mlps.running(head, split_mlps.heads), split_mlps.running(tail, split_mlps.tails)
     words = {head_name: first, tail_name: last}
     words = {name: known if isinstance(known, str) else None for name, known in words.items()}
     if any(words.values()):
@@ -87,7 +87,7 @@ def _mlp_across(named_head: Tuple[str, Any], named_tail: Tuple[str, Any]) -> Fou
 
 def mlp_behind(name: str, head: nn.Module, between: Dict[str, Any], projection: Dict[str, Any]) -> FoundMLP:
     """The MLP of a head and the projection that follows it."""
-    half = halves.running(head, halves.heads)
+    half = split_mlps.running(head, split_mlps.heads)
     if isinstance(half, str):
         return FoundMLP(forwards.PLAIN, {}, None, {}, {name: half})
     site, projections = half.found, {}

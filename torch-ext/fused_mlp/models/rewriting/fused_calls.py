@@ -7,11 +7,11 @@ from dataclasses import replace
 from types import FunctionType
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
+from ..matching.matches import Act, AnySite, Joint, Modulation, Site, Turns, Whole
+from ..matching.pattern import Pattern
+from ..matching.roles import Role
 from ..parts import forms
-from ..parts.pattern import Pattern
-from ..parts.roles import Role
-from ..parts.sites import Act, AnySite, Joint, Modulation, Site, Turns, Whole
-from ..running import blocks, halves, plans, pointwise, sequences, shortcut
+from ..running import blocks, plans, pointwise, sequences, shortcut, split_mlps
 from ..running.plans import Part
 from . import chunks
 
@@ -148,9 +148,9 @@ _CALLS = {
     "block": shortcut.block,
     "block of a module": blocks.block,
     "ending": shortcut.ending,
-    "joined": halves.joined,
-    "joined children": halves.joined_children,
-    "finished": halves.finished,
+    "joined": split_mlps.joined,
+    "joined children": split_mlps.joined_children,
+    "finished": split_mlps.finished,
     "in one": chunks.in_one,
     "in turn": sequences.in_turn,
     "pays": pointwise.pays,

@@ -18,15 +18,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...training import KEPT
+from ...autograd.training import KEPT
 from ..experts.interface import original_of
+from ..matching.matches import Act, AnySite, Block, Joint, Site, Turns, Whole
+from ..matching.roles import Role, RoleOf
+from ..matching.search import ending_of, start_of
+from ..methods import traced
+from ..methods.functions import Instead, function_of
 from ..parts import adapters, forms, norms
 from ..parts.guards import Guards
-from ..parts.matches import ending_of, start_of
 from ..parts.recognition import looks_like_activation, name_of, recognise
-from ..parts.roles import Role, RoleOf
-from ..parts.sites import Act, AnySite, Block, Joint, Site, Turns, Whole
-from ..reading import activations, effects
+from ..proving import activations
+from ..reading import effects
 from ..reading.attributes import (
     as_written,
     children_of,
@@ -41,12 +44,11 @@ from ..reading.attributes import (
 )
 from ..reading.names import body_of
 from ..reading.source import read_of, remembered, tree_of, values_of
-from ..running import halves, sequences, shortcut, traced
+from ..running import sequences, shortcut, split_mlps
 from . import branches, chunks, substitution
 from .found import FoundMLP, act_of, around_of, mlp_behind, mlps_of
-from .functions import Instead, function_of
 from .fused_calls import NAMES, call_of, made_call
-from .heads import head_of, names_of, whole_of
+from .split_mlps import head_of, names_of, whole_of
 
 _SITES = "_fused_mlp_sites"  # the attribute of a rewritten function that holds its sites
 _BRANCHES = "_fused_mlp_branches"  # and the conditions of each, one tuple for each branch that it is in
@@ -253,7 +255,7 @@ def _role_of_layer(part: nn.Module) -> str:
     if not isinstance(method, FunctionType):
         return Role.LAYER
     made, _ = _rewritten(method, run[0], roles_in(method, part), "activations", answers_in(method, part))
-    return Role.WHOLE if made in halves.wholes else Role.LAYER
+    return Role.WHOLE if made in split_mlps.wholes else Role.LAYER
 
 
 _WANTED = {Role.PROJECTION, Role.HEAD, Role.WHOLE, Role.SEQUENCE, *Role.ACTIVATIONS}
@@ -377,9 +379,9 @@ def _rewritten(
         ]
         made = method_of(source, function, names, instead, tuple(found), memory, tuple(conditions), tree)
         if head is not None:
-            halves.heads[function] = halves.heads[made] = head
+            split_mlps.heads[function] = split_mlps.heads[made] = head
         if whole is not None:
-            halves.wholes[made] = whole
+            split_mlps.wholes[made] = whole
     return made, tuple(site.act for site in left)
 
 
@@ -413,13 +415,13 @@ def _unchunked(
     instead = Instead(as_written(name, function), TRACED, None, None, False)
     made = method_of(tree, function, {**NAMES, **names}, instead, (), memory)
     run = chunks.run_alone(function)
-    whole = None if run is None else halves.wholes.get(dict(methods).get(run[0]))
-    if whole is not None and isinstance(whole.names, halves.Parts):
+    whole = None if run is None else split_mlps.wholes.get(dict(methods).get(run[0]))
+    if whole is not None and isinstance(whole.names, split_mlps.Parts):
         method, size, apply = run
         names = whole.names._replace(method=(method, whole.forward, dict(methods)[method]))
         chunked = (function.__globals__, apply.__name__, apply)
         guards = Guards((*whole.guards.unchanged, *read_of(function, tree), chunked), own=((size, 0),))
-        halves.wholes[made] = whole._replace(forward=function, names=names, guards=guards)
+        split_mlps.wholes[made] = whole._replace(forward=function, names=names, guards=guards)
     return made
 
 
@@ -463,19 +465,19 @@ def half_of(forward: FunctionType, roles: Tuple[Tuple[str, str], ...], answers: 
     is made."""
     role, half = _half_of(forward, roles, answers)
     if half is not None:
-        (halves.heads if role == Role.HEAD else halves.tails)[forward] = half
+        (split_mlps.heads if role == Role.HEAD else split_mlps.tails)[forward] = half
     return role
 
 
 @remembered
 def _half_of(
     forward: FunctionType, roles: Tuple[Tuple[str, str], ...], answers: branches.Answers
-) -> Tuple[str, Optional[halves.Half]]:
+) -> Tuple[str, Optional[split_mlps.Half]]:
     if effects.readable(forward) is None or {Role.PROJECTION, Role.SEQUENCE}.isdisjoint(dict(roles).values()):
         return Role.LAYER, None
     made, _ = _rewritten(forward, "forward", roles, "activations", answers)
     if made is not None:
-        whole, head = Role.WHOLE if made in halves.wholes else Role.LAYER, halves.heads.get(made)
+        whole, head = Role.WHOLE if made in split_mlps.wholes else Role.LAYER, split_mlps.heads.get(made)
         return (whole, None) if head is None else (Role.HEAD, head)
     tree, role = copy.deepcopy(effects.readable(forward)), _role_by_text(roles)
     start = start_of(tree, role)
@@ -493,7 +495,7 @@ def _half_of(
     ends = None if ending is None else bool(norm)
     read = read_of(forward, whole, rest)
     rest = function_of(rest, forward, {})
-    half = halves.Half(forward, names, ends, start, function, rest, guards=Guards(read), behind=len(behind))
+    half = split_mlps.Half(forward, names, ends, start, function, rest, guards=Guards(read), behind=len(behind))
     return Role.TAIL, half
 
 

@@ -10,10 +10,10 @@ import ast
 import itertools
 from typing import Callable, Iterator, List, Optional, Set, Tuple
 
-from ..parts import casts
-from ..parts.matches import matches
-from ..parts.roles import Role, RoleOf, asking, harmless_calls, is_call
-from ..parts.sites import AnySite, Block, Site, Turns
+from ..matching import casts
+from ..matching.matches import AnySite, Block, Site, Turns
+from ..matching.roles import Role, RoleOf, asking, harmless_calls, is_call
+from ..matching.search import matches
 from ..reading.effects import bound, is_harmless, is_plain, is_reached, uses
 from ..reading.names import SIMPLE, Place, Value, assignment, blocks, expressions, is_name, reads_of
 

@@ -8,10 +8,11 @@ from typing import Any, Dict, Optional, Set
 
 from torch import Tensor, nn
 
-from ... import training
 from ...activations import get_activation
-from ..parts import adapters, obstacles
-from . import forwards, shortcut, switching
+from ...autograd import training
+from ..methods import switching
+from ..parts import adapters, refusals
+from . import forwards, shortcut
 
 _IDENTITY = get_activation(None)
 _made: Set[FunctionType] = set()
@@ -48,7 +49,7 @@ def obstacle(module: nn.Module) -> Optional[str]:
     if state is not None:
         return state
     is_active = adapters.layer_of(module).adapter is not None
-    return obstacles.of_surroundings() if is_active else "no adapter that is active"
+    return refusals.of_surroundings() if is_active else "no adapter that is active"
 
 
 def _product(module: nn.Module, x: Tensor) -> Optional[Tensor]:
@@ -62,6 +63,6 @@ def _product(module: nn.Module, x: Tensor) -> Optional[Tensor]:
     layer = adapters.layer_of(module) if found is None else None
     if found is not None or type(layer) is str or layer.adapter is None:
         return found
-    if obstacles.of_input(x) is not None:
+    if refusals.of_input(x) is not None:
         return None
     return forwards.of_layers(forwards.LINEAR, x, [layer], _IDENTITY)

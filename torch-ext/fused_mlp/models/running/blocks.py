@@ -6,11 +6,11 @@ from typing import Any, Optional, Tuple
 
 from torch import Tensor, nn
 
-from . import forwards, halves, plans, sequences, shortcut
+from . import forwards, plans, sequences, shortcut, split_mlps
 
 _plain = shortcut.plain
 _forward = nn.Sequential.forward
-_sequences = dict.fromkeys((_forward, *sequences.SEQUENTIAL.values()), halves.Half(_forward, None, None, None))
+_sequences = dict.fromkeys((_forward, *sequences.SEQUENTIAL.values()), split_mlps.Half(_forward, None, None, None))
 
 
 def block(
@@ -28,7 +28,7 @@ def block(
     is_off = not shortcut.is_grad_enabled() and (owner is None or owner.training)
     if is_off and shortcut.is_as_recorded(owner, x, operands):
         return shortcut.recorded_block(block, plan, owner, x, residual, factor, modulation, operands)
-    found = _plain.block_of(halves.wholes, plan, owner, x, residual, factor, modulation, operands)
+    found = _plain.block_of(split_mlps.wholes, plan, owner, x, residual, factor, modulation, operands)
     if type(found) is tuple:
         found = shortcut.of_operands(*found)
     if found is not None:
@@ -49,4 +49,4 @@ def block(
 
 def _whole_sequence(module: nn.Sequential) -> Optional[sequences.Whole]:
     """The MLP that a sequence is, if its call runs its forward and nothing else; None otherwise."""
-    return None if type(halves.running(module, _sequences)) is str else sequences.whole(module)
+    return None if type(split_mlps.running(module, _sequences)) is str else sequences.whole(module)

@@ -19,8 +19,8 @@ from ...activations import Activation
 from ...adapters import Layer, Layers, in_one_op
 from ...operands import autocasts, halves
 from ...quantized import QuantizedWeight
-from ..parts import adapters, obstacles
-from ..parts.pattern import Pattern
+from ..matching.pattern import Pattern
+from ..parts import adapters, refusals
 from ..reading.attributes import attribute_of, of_call
 
 LINEAR, PLAIN = Pattern(), Pattern(whole=True)
@@ -42,7 +42,7 @@ def fused(
 
     None where a part has to be called, or torch computes the parts.
     """
-    if activation is None or obstacles.of_input(x) is not None:
+    if activation is None or refusals.of_input(x) is not None:
         return None
     if pattern.whole and not passes(between, x, projections[-1]):
         return None
@@ -161,8 +161,8 @@ def called(pattern: Pattern, x: Tensor, projections: Sequence[nn.Module], act: A
 
 # The forwards of what hands on what comes in, or None where somebody has patched them.
 _PASSING = {
-    nn.Dropout: obstacles.unpatched(nn.Dropout, "forward", nn.modules.dropout),
-    nn.Identity: obstacles.unpatched(nn.Identity, "forward", nn.modules.linear),
+    nn.Dropout: refusals.unpatched(nn.Dropout, "forward", nn.modules.dropout),
+    nn.Identity: refusals.unpatched(nn.Identity, "forward", nn.modules.linear),
 }
 
 

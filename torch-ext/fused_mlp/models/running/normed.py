@@ -11,10 +11,11 @@ from typing import Any, Dict, Optional, Set
 
 from torch import Tensor, nn
 
-from ... import norms as ops
+from ...autograd import norms as ops
 from ...backends import native
-from ..parts import norms, obstacles
-from . import shortcut, switching
+from ..methods import switching
+from ..parts import norms, refusals
+from . import shortcut
 
 _made: Set[FunctionType] = set()
 
@@ -70,4 +71,4 @@ def obstacle(module: nn.Module) -> Optional[str]:
     weight = module._parameters.get(norms.known[type(module)].weight)
     if type(weight) is not nn.Parameter or weight.is_meta:
         return None if type(weight) is nn.Parameter else f"a weight of type {type(weight).__name__}"
-    return obstacles.of_surroundings() or native.refusal("norm_forward", weight)
+    return refusals.of_surroundings() or native.refusal("norm_forward", weight)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple, Optional, Tuple, Union
 
-from ..parts.pattern import Pattern
+from ..matching.pattern import Pattern
 
 Part = Union[str, int, None]  # the name of a child of the module, or the index of an operand of the call
 

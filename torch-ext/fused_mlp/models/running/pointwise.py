@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ... import calls, dispatch
 from ...backends import reference
-from ..parts import forms, obstacles
+from ..parts import forms, refusals
 
 is_traced = torch._C._is_tracing  # a size is a tensor then
 
@@ -19,7 +19,7 @@ def pays(act: Callable[[Tensor], Tensor], *values: Any) -> bool:
     gate = values[-1]
     if type(gate) is not Tensor or is_traced() or dispatch.is_small_product(gate):
         return False
-    if forms.row_of(act) is None or getattr(act, "inplace", False) or obstacles.of_input(gate) is not None:
+    if forms.row_of(act) is None or getattr(act, "inplace", False) or refusals.of_input(gate) is not None:
         return False
     return dispatch.select("act_and_mul", gate, gate.numel() if gate.requires_grad else None) is not reference
 

@@ -14,12 +14,13 @@ from typing import Dict, Iterable, Iterator, NamedTuple, Optional, Tuple
 
 from torch import Tensor, nn
 
-from ... import training
-from ..parts import adapters, forms, obstacles
-from ..parts.pattern import Pattern
+from ...autograd import training
+from ..matching.pattern import Pattern
+from ..methods import switching, traced
+from ..parts import adapters, forms, refusals
 from ..parts.recognition import row_of_class
 from ..reading.attributes import as_written, written
-from . import halves, shortcut, switching, traced
+from . import shortcut, split_mlps
 from .forwards import LINEAR, PACKED_GATED, PLAIN
 
 
@@ -58,7 +59,7 @@ def in_turn(memory: str, modules: Iterable[nn.Module], x: Tensor) -> Tensor:
         is_compiled = shortcut.plain is not None and memory == training.KEPT and not shortcut.is_traced()
         is_left = not shortcut.is_grad_enabled() and modules.training and shortcut.is_as_recorded(modules, x)
         if is_compiled and not is_left:
-            found = shortcut.plain.in_turn(modules, x, known, halves.heads, PLAIN)
+            found = shortcut.plain.in_turn(modules, x, known, split_mlps.heads, PLAIN)
             if type(found) is tuple:
                 pattern, operands = found
                 found = shortcut.recorded_or_packed(pattern, *operands)
@@ -77,7 +78,7 @@ def _in_turn(parts: Tuple[nn.Module, ...], x: Tensor, plain: Pattern) -> Tensor:
             x = part(x)
         index = (act if second is None else second) + 1
         if act is None:
-            found = halves.followed(plain.memory, parts[first], parts[first + 1 : second], parts[second], x)
+            found = split_mlps.followed(plain.memory, parts[first], parts[first + 1 : second], parts[second], x)
         else:
             pattern = pattern_of(second is not None, is_glu, plain.memory)
             activation = forms.glu(parts[act]) if is_glu else parts[act]
@@ -152,7 +153,7 @@ def _places(parts: Tuple[nn.Module, ...]) -> Tuple[_Place, ...]:
 def _found_places(parts: Tuple[nn.Module, ...]) -> Iterator[_Place]:
     index = 0
     while index < len(parts):
-        is_head = halves.is_head(type(parts[index]))
+        is_head = split_mlps.is_head(type(parts[index]))
         act = None if is_head else index + 1
         if not is_head and (not _is_layer(parts[index]) or not _is_activation(parts[act : act + 1])):
             index += 1
@@ -169,7 +170,7 @@ def _found_places(parts: Tuple[nn.Module, ...]) -> Iterator[_Place]:
 
 def _is_layer(part: nn.Module) -> bool:
     """True for a linear layer by its class, and for one with an adapter."""
-    return not obstacles.is_foreign(part) or adapters.is_known(part)
+    return not refusals.is_foreign(part) or adapters.is_known(part)
 
 
 def _is_activation(part: Tuple[nn.Module, ...]) -> bool:

@@ -19,22 +19,23 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as _torch_module
 from torch.utils._device import DeviceContext
 
-from ... import dispatch, training
-from ... import norms as norms_alone
+from ... import dispatch
 from ...activations import ACTIVATIONS, get_activation
 from ...adapters import DROPS, run_parts
+from ...autograd import norms as norms_alone
+from ...autograd import training
 from ...backends import native, reference
 from ...operands import halves, narrows_float32
-from ..parts import adapters, forms, norms, obstacles, quantized, recognition
+from ..matching.pattern import Pattern
+from ..parts import adapters, forms, norms, quantized, recognition, refusals
 from ..parts.guards import Guards
-from ..parts.pattern import Pattern
 from ..reading.attributes import FUSED, own_method
 from . import forwards, plans
 from .plans import Plan, part_of
 
 # Bound once: a name of another module costs two look-ups more.
 is_traced, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
-_originals = {(owner, name): original for owner, name, original in obstacles._ORIGINALS}
+_originals = {(owner, name): original for owner, name, original in refusals._ORIGINALS}
 
 
 _CALL, _DROPOUT = _originals[nn.Linear, "__call__"], _originals[F, "dropout"]
@@ -162,9 +163,9 @@ _settings = {
         (nn.Linear, "__call__", _CALL),
         (nn.Linear, "forward", _originals[nn.Linear, "forward"]),
         (F, "linear", _originals[F, "linear"]),
-        (nn.Dropout, "forward", obstacles.unpatched(nn.Dropout, "forward", nn.modules.dropout)),
+        (nn.Dropout, "forward", refusals.unpatched(nn.Dropout, "forward", nn.modules.dropout)),
         (F, "dropout", _DROPOUT),
-        (nn.Identity, "forward", obstacles.unpatched(nn.Identity, "forward", nn.modules.linear)),
+        (nn.Identity, "forward", refusals.unpatched(nn.Identity, "forward", nn.modules.linear)),
     ),
     "exchange": None if _is_profiled is None else getattr(Tensor, "__dlpack_c_exchange_api__", None),
     "is_negated": Tensor.is_neg,
@@ -402,10 +403,10 @@ def learn_layers(projections: Iterable[nn.Module]) -> None:
     """Takes the classes of linear layers beside torch's among those known."""
     for projection in projections:
         kind = type(projection)
-        if kind not in _linears and obstacles.is_other_linear(projection) and obstacles.is_as_written(kind):
+        if kind not in _linears and refusals.is_other_linear(projection) and refusals.is_as_written(kind):
             addmm = torch, "addmm", _originals[torch, "addmm"]  # which Conv1D calls
             unchanged = (kind, "__call__", _CALL), (kind, "forward", kind.forward), addmm
-            _linears[kind] = Guards(unchanged), obstacles.is_transposed(kind)
+            _linears[kind] = Guards(unchanged), refusals.is_transposed(kind)
 
 
 def learn(act: Act) -> None:

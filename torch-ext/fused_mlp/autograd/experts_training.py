@@ -10,8 +10,9 @@ from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from . import dispatch, experts, training
-from .backends import native, reference
+from .. import dispatch, experts
+from ..backends import native, reference
+from . import training
 
 _is_compiling = torch.compiler.is_compiling
 

@@ -18,10 +18,10 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tu
 import torch
 from torch import nn
 
+from ..reading.attributes import of_call
+from ..reading.effects import bound
+from ..reading.source import tree_of
 from . import liger, operations
-from .attributes import of_call
-from .effects import bound
-from .source import tree_of
 from .values import MISSING, PLAIN, Bound, Dependency, Held, Method, Node, NotProved, Value, class_of, looked_up
 
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR

@@ -1,4 +1,4 @@
-#include "surroundings.h"
+#include "modes.h"
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 

@@ -10,16 +10,17 @@ from typing import Any, Callable, Dict, Iterator, Optional, Tuple, Union
 
 from torch import Tensor, nn
 
-from . import adapters, calls, dispatch, experts, functional, layers, operands, quantized, training
-from .activations import get_activation
-from .adapters import Adapter, Layer, Layers
-from .backends import native, plans
-from .models import fuse, outcome, report
-from .models.experts.interface import NAME
-from .models.outcome import Outcome
-from .models.parts.recognition import activation_of
-from .models.reading.attributes import attribute_of, children_of, method_in, modules_of, state_of
-from .models.running import normed
+from .. import adapters, calls, dispatch, experts, functional, layers, operands, quantized
+from ..activations import get_activation
+from ..adapters import Adapter, Layer, Layers
+from ..autograd import training
+from ..backends import native, plans
+from ..models import fuse, outcome, report
+from ..models.experts.interface import NAME
+from ..models.outcome import Outcome
+from ..models.parts.recognition import activation_of
+from ..models.reading.attributes import attribute_of, children_of, method_in, modules_of, state_of
+from ..models.running import normed
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
-from . import strides
+from ..backends import strides
 
 Operands = Tuple[Optional[Tensor], ...]
 Needs = Tuple[bool, ...]

@@ -10,16 +10,16 @@ from dataclasses import replace
 from types import FunctionType, ModuleType
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
+from ..matching.matches import AnySite, Site, Turns
+from ..matching.roles import Role, RoleOf
+from ..matching.search import returned
+from ..methods.functions import function_of
 from ..parts.guards import Guards, guards_of
-from ..parts.matches import returned
-from ..parts.roles import Role, RoleOf
-from ..parts.sites import AnySite, Site, Turns
-from ..reading import activations
+from ..proving import activations
 from ..reading.effects import is_harmless, uses
 from ..reading.names import assignment, body_of, is_name
 from ..reading.source import read_of, value_of
-from ..running import forwards, halves, sequences
-from .functions import function_of
+from ..running import forwards, sequences, split_mlps
 from .fused_calls import arguments_of, name_of_pattern
 
 _NOTHING = ast.parse("def nothing(): pass").body[0]
@@ -27,7 +27,7 @@ _NOTHING = ast.parse("def nothing(): pass").body[0]
 
 def head_of(
     tree: ast.FunctionDef, forward: FunctionType, found: List[AnySite], names: Dict[str, Any], role: RoleOf
-) -> Optional[halves.Half]:
+) -> Optional[split_mlps.Half]:
     """The half that a rewritten forward hands over as a head; None if it does more with its result than return it."""
     site, arguments = found[0], [*tree.args.posonlyargs, *tree.args.args]
     is_hidden = isinstance(site, Site) and not (site.pattern.pointwise or site.pattern.whole)
@@ -40,7 +40,7 @@ def head_of(
         tree.body = [ast.copy_location(ast.Return(call), tree.body[-1])]
     for node in [node for node in ast.walk(tree) if isinstance(node, ast.Call) and is_name(node.func, "@fused")]:
         node.args = arguments_of(site)
-    whole = {name_of_pattern(site.pattern): replace(site.pattern, whole=True), "@fused": halves.Pending}
+    whole = {name_of_pattern(site.pattern): replace(site.pattern, whole=True), "@fused": split_mlps.Pending}
     called = (site.act.callee,) if site.act.is_callee else ()
     parts = names_of((*called, *site.projections), forward) if called and is_alone else None
     own = None if parts is None else (whole[name_of_pattern(site.pattern)], parts)
@@ -50,7 +50,7 @@ def head_of(
     is_sure = asks_nothing and all(_may_run_again(statement, role) for statement in only_handing_on.body)
     before_a_norm = function_of(only_handing_on, forward, known) if is_sure else None
     function, read = function_of(tree, forward, known), read_of(forward, tree, only_handing_on)
-    return halves.Half(forward, own, None, site, function, before_a_norm=before_a_norm, guards=Guards(read))
+    return split_mlps.Half(forward, own, None, site, function, before_a_norm=before_a_norm, guards=Guards(read))
 
 
 def _only_handing_on(tree: ast.FunctionDef, forward: FunctionType, role: RoleOf) -> ast.FunctionDef:
@@ -92,7 +92,9 @@ def _is_returned(tree: ast.FunctionDef) -> bool:
     return calls <= set(ends(tree.body))
 
 
-def whole_of(tree: ast.FunctionDef, forward: FunctionType, found: List[AnySite], role: RoleOf) -> Optional[halves.Half]:
+def whole_of(
+    tree: ast.FunctionDef, forward: FunctionType, found: List[AnySite], role: RoleOf
+) -> Optional[split_mlps.Half]:
     """The MLP that a forward that was rewritten is, if it does no more than one fused call of linear layers, and may
     pass its result on."""
     site, arguments = found[0], [*tree.args.posonlyargs, *tree.args.args]
@@ -114,13 +116,15 @@ def whole_of(tree: ast.FunctionDef, forward: FunctionType, found: List[AnySite],
     if parts is None or any(names_of((node.test,), forward) != ("training",) for node in dropouts):
         return None
     parts = (act, *parts, *casts) if unchanged else (*parts, *casts)
-    names = halves.Parts(site.pattern, parts, len(site.projections), bool(dropouts))
+    names = split_mlps.Parts(site.pattern, parts, len(site.projections), bool(dropouts))
     guards = Guards((*read_of(forward, _NOTHING), *unchanged))
     last = 0 if casts or dropouts else len(behind)
-    return halves.Half(forward, names, None, site, guards=guards, behind=last)
+    return split_mlps.Half(forward, names, None, site, guards=guards, behind=last)
 
 
-def _whole_in_turn(tree: ast.FunctionDef, forward: FunctionType, site: Turns, role: RoleOf) -> Optional[halves.Half]:
+def _whole_in_turn(
+    tree: ast.FunctionDef, forward: FunctionType, site: Turns, role: RoleOf
+) -> Optional[split_mlps.Half]:
     """The same of a forward that runs children in turn, which are an MLP together.
 
     It may have more arguments, which a call as a block's MLP does not give.
@@ -132,8 +136,8 @@ def _whole_in_turn(tree: ast.FunctionDef, forward: FunctionType, site: Turns, ro
     is_alone = call is not None and is_name(call.func, "@in turn") and not behind and len(arguments) == 2
     if not is_alone or modules is None or tree.args.kwonlyargs or site.x.id != arguments[1].arg:
         return None
-    turns = None, modules[0], sequences.known, halves.heads, forwards.PLAIN
-    return halves.Half(forward, turns, None, site, guards=Guards(read_of(forward, _NOTHING)))
+    turns = None, modules[0], sequences.known, split_mlps.heads, forwards.PLAIN
+    return split_mlps.Half(forward, turns, None, site, guards=Guards(read_of(forward, _NOTHING)))
 
 
 def _is_skipped(statement: ast.stmt, arguments: ast.arguments, forward: FunctionType) -> bool:

@@ -10,7 +10,7 @@ from typing import Dict, Iterator, Optional, Set
 import torch.nn.functional as F
 from torch import nn
 
-from ..parts.roles import Role
+from ..matching.roles import Role
 from ..reading.attributes import children_of, state_of
 from ..reading.source import tree_of, values_of
 from . import rewriter

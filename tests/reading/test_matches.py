@@ -360,7 +360,7 @@ def test_blocks(fused_mlp, expression):
 
 @pytest.mark.parametrize("body", STARTS)
 def test_starts(fused_mlp, body):
-    matches = importlib.import_module(f"{fused_mlp.__name__}.models.parts.matches")
+    matches = importlib.import_module(f"{fused_mlp.__name__}.models.matching.search")
     tree = ast.parse("def forward(self, h, y=None):\n" + textwrap.indent(body.replace("; ", "\n"), "    ")).body[0]
     start = matches.start_of(tree, lambda node: ROLES.get(ast.unparse(node)))
     assert (start is not None) == STARTS[body]

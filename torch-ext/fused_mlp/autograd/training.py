@@ -19,12 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import dispatch, nodes
-from ._ops import add_op_namespace_prefix
-from .activations import ACTIVATIONS, BY_CODE, get_activation
-from .backends import native, plans, reference
+from .. import dispatch
+from .._ops import add_op_namespace_prefix
+from ..activations import ACTIVATIONS, BY_CODE, get_activation
+from ..backends import native, plans, reference
+from ..operands import halves
+from . import nodes
 from .nodes import Operands
-from .operands import halves
 
 KEPT, RECOMPUTED = MEMORY = ("activations", "recompute")
 

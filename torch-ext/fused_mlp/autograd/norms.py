@@ -12,9 +12,10 @@ from typing import Any, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
-from . import dispatch, training
-from ._ops import add_op_namespace_prefix
-from .backends import native, reference
+from .. import dispatch
+from .._ops import add_op_namespace_prefix
+from ..backends import native, reference
+from . import training
 
 _plain_forward, _plain_sum_forward, _plain_backward = (
     getattr(op, "_op", None) for op in (native.norm_forward, native.sum_norm_forward, native.norm_backward)

@@ -16,10 +16,11 @@ from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple, U
 from torch import Tensor, nn
 from torch.nn.modules import module as _torch_module
 
-from ... import calls, training
+from ... import calls
+from ...autograd import training
+from ..matching.pattern import Pattern
 from ..parts import adapters, forms
 from ..parts.guards import Guards
-from ..parts.pattern import Pattern
 from ..reading.attributes import FUSED, are_unchanged, hooks_of, of_call, own_method, state_of, written
 from . import forwards, shortcut
 

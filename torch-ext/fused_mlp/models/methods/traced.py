@@ -19,12 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from ... import calls, dispatch, training
+from ... import calls, dispatch
 from ...activations import BY_CODE, Activation
+from ...autograd import training
 from ...backends import native
 from ...dispatch import _open_blocks
-from ..reading import activations, algebra, operations
-from ..reading.values import Node, NotProved
+from ..proving import activations, algebra, operations
+from ..proving.values import Node, NotProved
 from . import switching
 
 is_traced = torch.compiler.is_dynamo_compiling

@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 from ..reading.attributes import FUSED, Written, written
 from ..reading.source import LookUp, compiled, not_looked_up
-from ..running.switching import instead_of
+from .switching import instead_of
 
 # By which a changed method asks whether another is to run in its place: no source spells them.
 _INSTEAD, _METHOD, _TYPE, _TRACED, _RUNS_AS_WRITTEN = "@instead", "@original", "@type", "@traced", "@runs as written"

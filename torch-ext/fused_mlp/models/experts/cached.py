@@ -14,12 +14,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ... import dispatch, training
+from ... import dispatch
+from ...autograd import training
 from ...backends import native
 from ...operands import is_narrowed
-from ..parts import obstacles
+from ..parts import refusals
+from ..proving.values import MISSING, Proof, held_at
 from ..reading.attributes import FUSED, class_of
-from ..reading.values import MISSING, Proof, held_at
 from ..running import shortcut
 from . import interface, proofs
 
@@ -147,7 +148,7 @@ def settle(module: nn.Module, proof: Proof, last: Optional[int], x: Tensor, inde
         return
     own, parts = dict.fromkeys((*_ALWAYS, *filter(None, weights))), {}
     items: List[Tuple[Dict[str, Any], Tuple[str, ...]]] = []
-    attributes = [(owner, name, getattr(owner, name)) for owner, name, _ in obstacles._ORIGINALS]
+    attributes = [(owner, name, getattr(owner, name)) for owner, name, _ in refusals._ORIGINALS]
     absent, called = [], []
     for each in proof.dependencies:
         owner = each.owner

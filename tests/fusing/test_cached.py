@@ -179,14 +179,14 @@ def test_it_is_decided_once(fused_mlp, device, monkeypatch, kernelized):
         act = group(model).act_fn
         act.forward = act.forward
         del act
-    names = ("settled", "proofs")
-    settled, experts = (sys.modules[f"{fused_mlp.__name__}.models.experts.{name}"] for name in names)
+    names = ("cached", "proofs")
+    cached, experts = (sys.modules[f"{fused_mlp.__name__}.models.experts.{name}"] for name in names)
     gc.collect()  # what other tests have left
-    before = len(settled._known)
+    before = len(cached._known)
     expected = calls(group(model))
-    assert len(settled._known) == before + 1
+    assert len(cached._known) == before + 1
     monkeypatch.setattr(experts, "of", None)
     assert torch.equal(calls(group(model)), expected)
     del model
     gc.collect()
-    assert len(settled._known) == before
+    assert len(cached._known) == before

@@ -9,7 +9,7 @@ from typing import List, Sequence, Tuple
 
 from torch import Tensor
 
-from .activations import BY_CODE
+from ..activations import BY_CODE
 
 Strides = Tuple[int, ...]
 

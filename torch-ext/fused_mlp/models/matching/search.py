@@ -12,9 +12,9 @@ from typing import Dict, Iterator, List, Optional, Tuple, Union
 from ..reading.effects import is_harmless, is_plain, is_reached, is_view, uses
 from ..reading.names import SIMPLE, Place, Value, assignment, body_of, expressions, is_name, reads_of
 from . import casts
+from .matches import Act, AnySite, Block, Ending, Joint, Modulation, Site, Start, Whole
 from .pattern import Pattern
 from .roles import Role, RoleOf, asking, harmless_calls, is_call, passed_through
-from .sites import Act, AnySite, Block, Ending, Joint, Modulation, Site, Start, Whole
 
 _METHODS = {"relu": Role.RELU, "sigmoid": Role.SIGMOID, "tanh": Role.UNKNOWN}  # methods of tensors
 _OPTIONS = {"call": {"approximate", "inplace"}, "glu": {"dim"}}  # keywords beside the input

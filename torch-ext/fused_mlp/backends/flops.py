@@ -7,7 +7,7 @@ from typing import Any, Optional, Sequence
 
 from torch.utils.flop_counter import register_flop_formula
 
-from ._ops import ops
+from .._ops import ops
 
 _Shape = Optional[Sequence[int]]
 

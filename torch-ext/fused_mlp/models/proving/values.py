@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
 import torch
 from torch import nn
 
-from . import attributes
+from ..reading import attributes
 
 
 class NotProved(Exception):
