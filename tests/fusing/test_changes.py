@@ -313,7 +313,7 @@ def test_an_option_of_the_activation(fused_mlp, device):
     changed_alike(fused_mlp, "fuse_mlps", lambda bias: Gated(nn.GELU, bias), device, other_form)
 
 
-SURROUNDINGS = {
+GLOBAL_STATES = {
     "autocast": lambda device: torch.autocast(device.type, torch.bfloat16),
     "inference mode": lambda device: torch.inference_mode(),
     "no grad": lambda device: torch.no_grad(),
@@ -322,12 +322,12 @@ SURROUNDINGS = {
 
 
 @cases
-@pytest.mark.parametrize("surroundings", SURROUNDINGS)
-def test_surroundings_that_change(fused_mlp, device, way, kind, surroundings):
+@pytest.mark.parametrize("global_state", GLOBAL_STATES)
+def test_global_state_that_changes(fused_mlp, device, way, kind, global_state):
     model = kind(bias=True).to(device).eval()
     fused = fuse(fused_mlp, way, copy.deepcopy(model))
     x = x_of(device)
-    for around in (SURROUNDINGS[surroundings], SURROUNDINGS["no grad"], SURROUNDINGS[surroundings]):
+    for around in (GLOBAL_STATES[global_state], GLOBAL_STATES["no grad"], GLOBAL_STATES[global_state]):
         with around(device):
             got, expected = fused(x), model(x)
         assert (got.requires_grad, got.is_inference()) == (expected.requires_grad, expected.is_inference())

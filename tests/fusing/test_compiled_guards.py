@@ -34,7 +34,7 @@ class InTurn(nn.Module):
 
 
 KINDS = (Block, Gated, Halves, InTurn, Intermediate, OwnBlock, PackedGated, Plain, TransposedPlain)
-ENTRIES = ("is_bare", "is_recorded", "directly", "fused", "block", "block_of", "in_turn", "joined")
+ENTRIES = ("is_bare", "is_recorded", "directly", "fused", "block", "block_of", "in_turn", "split_mlp")
 # Functions among the settings, alone or in a tuple or a dictionary.
 SETTINGS = (
     *("known_by", "ops", "is_narrowed", "parts", "is_inference", "quiet", "autocast", "composed", "modes"),

@@ -195,7 +195,7 @@ def test_products_of_float32_in_bfloat16(fused_mlp, kind, when, with_grad):
 
 @pytest.mark.skipif(machine.device_type() != "cpu", reason="on a GPU all products of float32 are torch's")
 def test_mixtures_with_products_of_float32_in_bfloat16(fused_mlp):
-    """Experts that are settled, and their router."""
+    """Experts that are cached, and their router."""
     model = mixtures.build("mixtral")
     fused, ids = copy.deepcopy(model), torch.randint(3, 30, (2, 9))
     assert fused_mlp.fuse_mlps(fused).fused
@@ -220,7 +220,7 @@ def test_functions_with_products_of_float32_in_bfloat16(fused_mlp, function, com
             assert torch.equal(call(**given, activation="silu"), reference.eager(function, given, "silu"))
 
 
-def test_a_default_device_is_no_obstacle(fused_mlp, device):
+def test_a_default_device_changes_nothing(fused_mlp, device):
     """It is a mode too, but one that concerns new tensors alone."""
     fused = Gated().to(device)
     fused_mlp.fuse_mlps(fused)

@@ -231,7 +231,7 @@ def test_double_backward(fused_mlp, device):
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
-# Surroundings.
+# Global state.
 
 
 @pytest.mark.parametrize("grad", [False, True])

@@ -22,8 +22,8 @@ ROLES = {
     "self.rms": "norm",
     "self.scale": "scale",
     "self.mlp": "whole",
-    "self.head": "head",
-    "self.tail": "tail",
+    "self.first": "first module",
+    "self.second": "second module",
     **dict.fromkeys(("self.view", "other"), "other"),
     "isinstance": "asking",
 }
@@ -206,26 +206,26 @@ REBOUND = [
 
 
 # Methods that call halves of MLPs, and whether these become one call.
-HALVES = {
-    "return self.tail(self.head(x), x)": True,
-    "return self.tail(self.head(self.norm(x)))": True,
-    "h = self.head(x); return self.tail(h, x, 1, scale=y)": True,
-    "h = self.head(x); n = x.shape[0]; h = self.tail(h, x); return h, n": True,
-    "x = self.norm(x); x = self.head(x); x = self.tail(x, y); return x": True,
-    "return y + self.tail(self.head(x))": True,
-    "h = self.head(x); return self.tail(h, x), h": False,
-    "h = self.head(x); x = y; return self.tail(h, x)": False,
-    "h = self.head(x); other(); return self.tail(h, x)": False,
-    "h = self.head(x); return self.tail(h, x) if y else x": False,
-    "return self.tail(self.head(x), self.norm(x))": False,
-    "return self.tail(self.head(x), self.residual)": False,  # which a hook of the head may set
-    "return self.tail(self.head(x), *y)": False,
-    "return self.tail(self.head(x), **y)": False,
-    "return self.tail(x, self.head(x))": False,
-    "return self.tail(self.head(x, y))": False,
-    "return self.tail(self.head(x)[0])": False,
-    "return self.tail(self.norm(self.head(x)))": False,
-    "return self.head(self.tail(x))": False,
+SPLIT_MLPS = {
+    "return self.second(self.first(x), x)": True,
+    "return self.second(self.first(self.norm(x)))": True,
+    "h = self.first(x); return self.second(h, x, 1, scale=y)": True,
+    "h = self.first(x); n = x.shape[0]; h = self.second(h, x); return h, n": True,
+    "x = self.norm(x); x = self.first(x); x = self.second(x, y); return x": True,
+    "return y + self.second(self.first(x))": True,
+    "h = self.first(x); return self.second(h, x), h": False,
+    "h = self.first(x); x = y; return self.second(h, x)": False,
+    "h = self.first(x); other(); return self.second(h, x)": False,
+    "h = self.first(x); return self.second(h, x) if y else x": False,
+    "return self.second(self.first(x), self.norm(x))": False,
+    "return self.second(self.first(x), self.residual)": False,  # which a hook of the first may set
+    "return self.second(self.first(x), *y)": False,
+    "return self.second(self.first(x), **y)": False,
+    "return self.second(x, self.first(x))": False,
+    "return self.second(self.first(x, y))": False,
+    "return self.second(self.first(x)[0])": False,
+    "return self.second(self.norm(self.first(x)))": False,
+    "return self.first(self.second(x))": False,
 }
 
 # The returned value, and the block that is found in it: what is around the MLP, in words of `around`.
@@ -311,17 +311,17 @@ STARTS = {
 
 
 def found(fused_mlp, body):
-    """The sites of a method with this body, and the method with `fused` in their places."""
+    """The matches of a method with this body, and the method with `fused` in their places."""
     substitution = importlib.import_module(f"{fused_mlp.__name__}.models.rewriting.substitution")
     tree = ast.parse("def forward(self, x, y=None):\n" + textwrap.indent(body, "    ")).body[0]
     made = substitution.rewrite(
-        tree, lambda node: ROLES.get(ast.unparse(node)), lambda site: True, lambda site: ast.Name("fused", ast.Load())
+        tree, lambda node: ROLES.get(ast.unparse(node)), lambda match: True, lambda match: ast.Name("fused", ast.Load())
     )
     return made, tree
 
 
 def patterns(fused_mlp, body):
-    return sorted(str(site.pattern) for site in found(fused_mlp, body)[0])
+    return sorted(str(match.pattern) for match in found(fused_mlp, body)[0])
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
@@ -334,10 +334,10 @@ def test_bodies(fused_mlp, body):
     assert patterns(fused_mlp, body.replace("; ", "\n")) == BODIES[body]
 
 
-@pytest.mark.parametrize("body", HALVES)
-def test_halves(fused_mlp, body):
-    sites, _ = found(fused_mlp, body.replace("; ", "\n"))
-    assert [type(site).__name__ for site in sites] == ["Joint"] * HALVES[body]
+@pytest.mark.parametrize("body", SPLIT_MLPS)
+def test_split_mlps(fused_mlp, body):
+    matches, _ = found(fused_mlp, body.replace("; ", "\n"))
+    assert [type(match).__name__ for match in matches] == ["SplitMLP"] * SPLIT_MLPS[body]
 
 
 def around(block):
@@ -354,8 +354,8 @@ def around(block):
 
 @pytest.mark.parametrize("expression", BLOCKS)
 def test_blocks(fused_mlp, expression):
-    sites, _ = found(fused_mlp, f"return {expression}")
-    assert "".join(around(site) for site in sites if type(site).__name__ == "Block") == BLOCKS[expression]
+    matches, _ = found(fused_mlp, f"return {expression}")
+    assert "".join(around(match) for match in matches if type(match).__name__ == "Block") == BLOCKS[expression]
 
 
 @pytest.mark.parametrize("body", STARTS)
@@ -397,9 +397,9 @@ def test_a_name_that_is_bound_anew(fused_mlp, statement, where):
     ],
 )
 def test_the_gate_is_the_factor_with_the_activation(fused_mlp, body, up_left):
-    ((site,), _) = found(fused_mlp, body.replace("; ", "\n"))
-    assert [ast.unparse(part) for part in site.projections] == ["self.p", "self.q"]
-    assert site.pattern.up_left == up_left
+    ((match,), _) = found(fused_mlp, body.replace("; ", "\n"))
+    assert [ast.unparse(part) for part in match.projections] == ["self.p", "self.q"]
+    assert match.pattern.up_left == up_left
 
 
 def test_what_is_left_of_a_method(fused_mlp):

@@ -675,7 +675,7 @@ CONTEXTS = {
         "return (lambda y: y)(self.fc2(F.silu(self.fc1(x))))",
     ],
 )
-def test_code_that_depends_on_its_surroundings(fused_mlp, device, written, context, body):
+def test_code_that_depends_on_global_state(fused_mlp, device, written, context, body):
     module = written(body, head=CONTEXTS[context])().to(device)
     assert_same(fused_mlp, module, torch.randn(4, 32, device=device), fused="plain")
 

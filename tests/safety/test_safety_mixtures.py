@@ -216,7 +216,7 @@ def test_expert_parallel(fused_mlp, mesh):
         assert error(logits(each, ids), expected) <= BOUND
 
 
-def test_surroundings(fused_mlp, device, monkeypatch):
+def test_global_state(fused_mlp, device, monkeypatch):
     """Modes and patched functions see what the experts call; autocast has ways of its own."""
 
     class Counting(TorchDispatchMode):

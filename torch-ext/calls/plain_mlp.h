@@ -19,7 +19,7 @@ struct Mlp {
   bool asks = false;     // False is an answer: a dropout in front of an adapter is active, which no op takes
 };
 
-// The surroundings of an MLP in its block: the norm of its input, and what modulates that: a tuple of a scale that is
+// The block around an MLP: the norm of its input, and what modulates that: a tuple of a scale that is
 // stored less 1 and a shift, perhaps of float32; behind its last projection what may pass values on, and among that a
 // norm or a scale; a factor, which is a number or a scale; the sum with the residual; and the norm of that. None where
 // there is no norm, or nothing modulates it.

@@ -10,26 +10,26 @@
 namespace fused_mlp {
 namespace {
 
-// Parts of a half (models/running/split_mlps.py).
+// Parts of a segment (models/running/split_mlps.py).
 constexpr Py_ssize_t kNames = 1, kBeforeNorm = 6, kGuards = 7, kCountBehind = 8;
 
-// The half that calling a module runs, and nothing else: borrowed; nullptr where that is not known, or where this part
-// of it is None.
-PyObject* running(PyObject* module, PyObject* state, PyObject* halves, bool recording, Py_ssize_t part = kNames) {
+// The segment that calling a module runs, and nothing else: borrowed; nullptr where that is not known, or where this
+// part of it is None.
+PyObject* running(PyObject* module, PyObject* state, PyObject* segments, bool recording, Py_ssize_t part = kNames) {
   PyObject* const kind = class_of(module);
   PyObject* const own = item(state, names().forward);
   const Owned forward(own == nullptr ? PyObject_GetAttr(kind, names().forward) : bound_function(own, module));
-  PyObject* const half = forward ? item(halves, forward.get()) : nullptr;
-  if (half == nullptr || PyTuple_GetItem(half, part) == Py_None) return nullptr;
-  PyObject *const written = PyTuple_GetItem(half, 0), *const mark = item(state, settings.mark);
+  PyObject* const segment = forward ? item(segments, forward.get()) : nullptr;
+  if (segment == nullptr || PyTuple_GetItem(segment, part) == Py_None) return nullptr;
+  PyObject *const written = PyTuple_GetItem(segment, 0), *const mark = item(state, settings.mark);
   const bool fused = forward.get() != written;
   if (fused && (mark == nullptr || !PyDict_Check(mark))) return nullptr;  // restored
   // What the module itself held, and the fused method was made of, hides the class's.
   const bool held = fused && item(mark, names().forward) == Py_True;
   const bool plain = has_attribute(kind, names().call, settings.call) == kYes &&
                      (held || has_attribute(kind, names().forward, written) == kYes) &&
-                     hold(PyTuple_GetItem(half, kGuards), kind, state) == kYes && has_hooks(state, recording) == kNo;
-  return plain ? half : nullptr;
+                     hold(PyTuple_GetItem(segment, kGuards), kind, state) == kYes && has_hooks(state, recording) == kNo;
+  return plain ? segment : nullptr;
 }
 
 // Whether autograd records whatever is computed from x. In training that is so for most calls, whose ops Python
@@ -39,26 +39,28 @@ Answer is_followed(PyObject* x, Answer recording) {
   return attribute_is_true(x, names().requires_grad);
 }
 
-// `rest` are the arguments of the tail behind its first one.
-PyObject* joined(PyObject* heads, PyObject* tails, PyObject* owner, PyObject* halves, PyObject* x, PyObject* rest) {
+// `rest` are the arguments of the second module behind its first one.
+PyObject* split_mlp(PyObject* firsts, PyObject* seconds, PyObject* owner, PyObject* names_of_both, PyObject* x,
+                    PyObject* rest) {
   const Answer asked = is_recording(), followed = is_followed(x, asked);
   if (followed == kError || (followed == kYes && PyTuple_Size(rest) != 1)) return nullptr;
   const bool recording = asked == kYes;
   PyObject* state = state_of(owner);
   Few both, starts, ends;
-  if (state == nullptr || read_children(owner, state, halves, &both) != kYes) return nullptr;
-  PyObject *const tail = both.all()[0], *const head = both.all()[1];
-  PyObject* tail_state = state_of(tail);
-  PyObject* head_state = tail_state == nullptr ? nullptr : state_of(head);
-  PyObject* first = head_state == nullptr ? nullptr : running(head, head_state, heads, recording);
-  PyObject* last = first == nullptr ? nullptr : running(tail, tail_state, tails, recording);
+  if (state == nullptr || read_children(owner, state, names_of_both, &both) != kYes) return nullptr;
+  PyObject *const second = both.all()[0], *const first = both.all()[1];
+  PyObject* second_state = state_of(second);
+  PyObject* first_state = second_state == nullptr ? nullptr : state_of(first);
+  PyObject* start = first_state == nullptr ? nullptr : running(first, first_state, firsts, recording);
+  PyObject* last = start == nullptr ? nullptr : running(second, second_state, seconds, recording);
   if (last == nullptr) return nullptr;
-  PyObject* of_head = PyTuple_GetItem(first, kNames);
-  if (read_children(head, head_state, PyTuple_GetItem(of_head, 1), &starts) != kYes ||
-      read_children(tail, tail_state, PyTuple_GetItem(last, 1), &ends) != kYes) {
+  PyObject* of_first = PyTuple_GetItem(start, kNames);
+  if (read_children(first, first_state, PyTuple_GetItem(of_first, 1), &starts) != kYes ||
+      read_children(second, second_state, PyTuple_GetItem(last, 1), &ends) != kYes) {
     return nullptr;
   }
-  // The head gave its activation and projections, the tail its projection, what hands values on, and its norm.
+  // The first module gave its activation and projections, the second its projection, what hands values on, and its
+  // norm.
   PyObject* ending = PyTuple_GetItem(last, 2);
   const bool normed = PyObject_IsTrue(ending) == 1;
   if (followed == kYes && !normed) return nullptr;
@@ -66,7 +68,7 @@ PyObject* joined(PyObject* heads, PyObject* tails, PyObject* owner, PyObject* ha
   const size_t in_front = passing.size() - PyLong_AsSsize_t(PyTuple_GetItem(last, kCountBehind));
   Few& given = starts;
   if (!given.add(parts[0])) return nullptr;
-  Mlp mlp{PyTuple_GetItem(of_head, 0), x, given.all().subspan(1), given.all()[0], passing.first(in_front)};
+  Mlp mlp{PyTuple_GetItem(of_first, 0), x, given.all().subspan(1), given.all()[0], passing.first(in_front)};
   if (ending != Py_None && PyTuple_Size(rest) == 1) {
     const Block block{Py_None,
                       Py_None,
@@ -83,7 +85,7 @@ PyObject* joined(PyObject* heads, PyObject* tails, PyObject* owner, PyObject* ha
   mlp.between = passing;
   const Owned result(fused(mlp, recording));
   if (!result || class_of(result.get()) != settings.tensor) return nullptr;  // or operands: the op is not called here
-  return PyTuple_Pack(3, result.get(), last, tail);
+  return PyTuple_Pack(3, result.get(), last, second);
 }
 
 // Whether the class of a fused module has this method, and the module the fused one that was made of it, given with
@@ -122,7 +124,7 @@ Answer read_place(Objects parts, PyObject* places, Place* found) {
 // behind it; nullptr without an error where they are no MLP. `places` says by the classes of modules where MLPs are
 // among them (models/running/sequences.py); `plain` is the pattern of an MLP without a gate.
 template <typename Use>
-PyObject* in_turn(PyObject* list, PyObject* places, PyObject* heads, PyObject* plain, PyObject* x, bool recording,
+PyObject* in_turn(PyObject* list, PyObject* places, PyObject* firsts, PyObject* plain, PyObject* x, bool recording,
                   const Use& use) {
   if (class_of(list) != settings.module_list) return nullptr;
   PyObject* const state = state_of(list);
@@ -142,12 +144,13 @@ PyObject* in_turn(PyObject* list, PyObject* places, PyObject* heads, PyObject* p
     const Objects between = all.subspan(place.act + 1, place.second - place.act - 1);
     return use(Mlp{plain, x, projections.all(), all[place.act], between}, rest);
   }
-  // These questions come first: nobody may see that a head is asked for its parts.
+  // These questions come first: nobody may see that a first module is asked for its parts.
   if (dtype_taken(x) == nullptr || is_undisturbed() != kYes) return nullptr;
-  PyObject* const head_state = state_of(all[0]);
-  PyObject* const head = head_state == nullptr ? nullptr : running(all[0], head_state, heads, recording, kBeforeNorm);
-  if (head == nullptr) return nullptr;
-  const Owned handed(PyObject_CallFunctionObjArgs(PyTuple_GetItem(head, kBeforeNorm), all[0], x, nullptr));
+  PyObject* const first_state = state_of(all[0]);
+  PyObject* const segment =
+      first_state == nullptr ? nullptr : running(all[0], first_state, firsts, recording, kBeforeNorm);
+  if (segment == nullptr) return nullptr;
+  const Owned handed(PyObject_CallFunctionObjArgs(PyTuple_GetItem(segment, kBeforeNorm), all[0], x, nullptr));
   if (!handed || !PyTuple_Check(handed.get())) return nullptr;
   PyObject* const first = PyTuple_GetItem(handed.get(), 2);  // behind the pattern of the whole MLP and x
   for (Py_ssize_t i = 0; i < PyTuple_Size(first); ++i) projections.add(PyTuple_GetItem(first, i));
@@ -179,15 +182,15 @@ PyObject* block_in_turn(PyObject* turns, PyObject* state, PyObject* x, bool reco
   PyObject* const list = there ? item(modules, PyTuple_GetItem(turns, 1)) : nullptr;
   if (list == nullptr) return nullptr;
   const auto use = [&](const Mlp& mlp, Objects rest) -> PyObject* { return fused_before(rest, mlp, recording, block); };
-  PyObject *const places = PyTuple_GetItem(turns, 2), *const heads = PyTuple_GetItem(turns, 3);
-  return in_turn(list, places, heads, PyTuple_GetItem(turns, 4), x, recording, use);
+  PyObject *const places = PyTuple_GetItem(turns, 2), *const firsts = PyTuple_GetItem(turns, 3);
+  return in_turn(list, places, firsts, PyTuple_GetItem(turns, 4), x, recording, use);
 }
 
 PyObject* block_of(PyObject* wholes, PyObject* module, PyObject* x, bool recording, const Block& block) {
   PyObject* state = state_of(module);
-  PyObject* half = state == nullptr ? nullptr : running(module, state, wholes, recording);
-  if (half == nullptr) return nullptr;
-  PyObject* names = PyTuple_GetItem(half, kNames);
+  PyObject* segment = state == nullptr ? nullptr : running(module, state, wholes, recording);
+  if (segment == nullptr) return nullptr;
+  PyObject* names = PyTuple_GetItem(segment, kNames);
   if (PyTuple_GetItem(names, 0) == Py_None) return block_in_turn(names, state, x, recording, block);
   const bool drops = PyTuple_GetItem(names, 3) != Py_False;
   if (drops && item(state, fused_mlp::names().training) != Py_False) return nullptr;
@@ -197,7 +200,7 @@ PyObject* block_of(PyObject* wholes, PyObject* module, PyObject* x, bool recordi
   const Objects parts = found.all();
   const size_t layers = PyLong_AsSsize_t(PyTuple_GetItem(names, 2));
   const Objects passing = parts.subspan(1 + layers);
-  const size_t in_front = passing.size() - PyLong_AsSsize_t(PyTuple_GetItem(half, kCountBehind));
+  const size_t in_front = passing.size() - PyLong_AsSsize_t(PyTuple_GetItem(segment, kCountBehind));
   const Mlp mlp{PyTuple_GetItem(names, 0), x, parts.subspan(1, layers), parts[0], passing.first(in_front)};
   return fused_before(passing.subspan(in_front), mlp, recording, block);
 }
@@ -493,11 +496,11 @@ PyObject* py_in_turn(PyObject* given) {
   return in_turn(of[0], of[2], of[3], of[4], of[1], asked == kYes, use);
 }
 
-PyObject* py_joined(PyObject* given) {
+PyObject* py_split_mlp(PyObject* given) {
   PyObject* of[6];
   if (!unpack(given, "ddotot", of)) return nullptr;
   const PastModes modes;
-  return modes.said() == kYes ? joined(of[0], of[1], of[2], of[3], of[4], of[5]) : nullptr;
+  return modes.said() == kYes ? split_mlp(of[0], of[1], of[2], of[3], of[4], of[5]) : nullptr;
 }
 
 }  // namespace
@@ -517,7 +520,7 @@ PyMethodDef plain_module_methods[] = {
     {"block", answered<py_block>, METH_VARARGS, nullptr},
     {"block_of", answered<py_block_of>, METH_VARARGS, nullptr},
     {"in_turn", answered<py_in_turn>, METH_VARARGS, nullptr},
-    {"joined", answered<py_joined>, METH_VARARGS, nullptr},
+    {"split_mlp", answered<py_split_mlp>, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

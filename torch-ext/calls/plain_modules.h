@@ -45,15 +45,17 @@ namespace fused_mlp {
 //     directly, (pattern, the op's operands). Where autograd follows, and the block is x + mlp(norm(x)), or the norm of
 //     the sum of a residual and a result, (pattern, the op's operands, probability of a dropout behind the MLP).
 //   block_of(wholes, plan, module, x, residual, factor, modulation, operands) -> Tensor | tuple | None
-//     The same of a child that is an MLP and no more. The dictionary holds halves as `joined` has them, with the parts
-//     of the MLP (models/running/split_mlps.py).
-//   joined(heads, tails, owner, names, x, rest) -> Tensor | (Tensor, half of the tail, tail) | block's | None
-//     The same for an MLP whose halves, tail and head, are two children of a module, up to what its last projection
-//     gives, the tail being given `rest` besides. The dictionaries hold halves by forwards, a half being a tuple that
-//     begins with (forward, names, ending): of a head (pattern, (name of the activation, names of projections)), of a
-//     tail the names of its projection, of the dropout in it and of the norm, or None. Where the tail ends with the sum
-//     with what it is given besides, the ending is whether a norm follows: the op may then compute that too, and the
-//     result is that of the tail, or where autograd follows what `block` gives.
+//     The same of a child that is an MLP and no more. The dictionary holds segments as `split_mlp` has them, with the
+//     parts of the MLP (models/running/split_mlps.py).
+//   split_mlp(firsts, seconds, owner, names, x, rest) -> Tensor | (Tensor, second segment, second module) | block's |
+//     None
+//     The same for an MLP that is split over two children of a module, `names` being those of the second and the first,
+//     up to what its last projection gives, the second being given `rest` besides. The dictionaries hold segments by
+//     forwards, a segment being a tuple that begins with (forward, names, ending): of a first module (pattern, (name of
+//     the activation, names of projections)), of a second the names of its projection, of the dropout in it and of the
+//     norm, or None. Where the second ends with the sum with what it is given besides, the ending is whether a norm
+//     follows: the op may then compute that too, and the result is that of the second module, or where autograd
+//     follows what `block` gives.
 extern PyMethodDef plain_module_methods[];
 
 }  // namespace fused_mlp

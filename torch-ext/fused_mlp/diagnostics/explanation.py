@@ -238,7 +238,7 @@ def _explain_module(module: nn.Module) -> Explanation:
 
 def _parts(model: nn.Module) -> Iterator[report.ModuleReport]:
     """The modules of a model that are MLPs, or run a layer of this package, as they are now; the model itself first."""
-    taken_in = set()  # by id: experts that a layer around them computes, and first halves of MLPs
+    taken_in = set()  # by id: experts that a layer around them computes, and first modules of split MLPs
     around: Dict[int, str] = {}
     for path, module in modules_of(model):
         if id(module) in taken_in:
@@ -249,7 +249,7 @@ def _parts(model: nn.Module) -> Iterator[report.ModuleReport]:
         if is_layer and kernel is layers.MegaBlocksMoeMLP.forward:
             taken_in.add(id(attribute_of(module, "experts")))
         found = _outcome_of_layer(module, kernel) if is_layer else fuse.outcome_of(module)
-        taken_in.update(map(id, fuse.heads_in(module)))
+        taken_in.update(map(id, fuse.first_modules_in(module)))
         around.update(fuse.blocks_around(module))
         if found is not None:
             yield report.of_module(path, module, fuse.in_block(found, around.get(id(module), "")))

@@ -60,7 +60,7 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.K
     training.check_memory(memory)
     report, check = FusionReport(), verification.Verification() if verify else None
     scripted = set()  # by id: those inside of a compiled one
-    heads, tails = set(), set()  # by id: first and second halves of MLPs that are fused
+    first_modules, second_modules = set(), set()  # by id: of split MLPs that are fused
     around: Dict[int, str] = {}  # by id: MLPs that are fused with their block
     inner = set()  # by id: layers of MLPs that are fused
     with switching.lock:
@@ -72,13 +72,13 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.K
                     continue
                 if issubclass(type(module), torch.jit.ScriptModule):
                     scripted.update(id(inner) for _, inner in modules_of(module))
-                found = _fuse(module, check, memory, id(module) in tails)
-                heads.update(map(id, heads_in(module)))
+                found = _fuse(module, check, memory, id(module) in second_modules)
+                first_modules.update(map(id, first_modules_in(module)))
                 for method in switching.methods_in(module).values():
-                    tails.update(map(id, rewriter.tails_in(method, module)))
+                    second_modules.update(map(id, rewriter.second_modules_in(method, module)))
                 around.update(blocks_around(module))
                 inner.update(map(id, (*layers_in(module), *wrappers.within(module))))
-                if found is not None and id(module) not in heads:
+                if found is not None and id(module) not in first_modules:
                     reported = report.norms if found.pattern in outcome.NORMS else report.modules
                     reported.append(of_module(path, module, in_block(found, around.get(id(module), ""))))
             for _, module in modules:
@@ -103,10 +103,11 @@ def is_fused(module: nn.Module) -> bool:
     return bool(switching.methods_in(module))
 
 
-def heads_in(module: nn.Module) -> List[nn.Module]:
-    """The modules that are first halves of the MLPs that a module runs fused, or what its wrapper is around."""
+def first_modules_in(module: nn.Module) -> List[nn.Module]:
+    """The first modules of the split MLPs that a module runs fused, or what its wrapper is around."""
     methods = switching.methods_in(module).values()
-    return [part for method in methods for part in rewriter.heads_in(method, module)] + [*wrappers.within(module)]
+    found = [part for method in methods for part in rewriter.first_modules_in(method, module)]
+    return [*found, *wrappers.within(module)]
 
 
 def layers_in(module: nn.Module) -> List[nn.Module]:
@@ -171,7 +172,7 @@ def _not_fused(module: nn.Module, name: str, *_: str) -> Reason:
 def _fuse(
     module: nn.Module, check: Optional[verification.Verification], memory: str, is_tail: bool
 ) -> Optional[Outcome]:
-    """Fuses one module, and says how far; None if it is no MLP, or the second half of one that is fused."""
+    """Fuses one module, and says how far; None if it is no MLP, or the second module of one that is fused."""
     methods = switching.methods_in(module)
     if methods and all(rewriter.memory_of(method) == memory for method in methods.values()):
         return outcome.of_methods(module, methods.values())

@@ -122,7 +122,7 @@ def of_methods(module: nn.Module, methods: Iterable[FunctionType]) -> Optional[O
     if any(map(wrappers.is_fused, methods)):
         return of_wrapper(module)
     if any(map(routers.is_fused, methods)):  # no MLP: where it runs as it is, there is nothing to say
-        return None if routers.obstacle(module) is not None else Outcome(FULL, (), _ROUTER)
+        return None if routers.refusal(module) is not None else Outcome(FULL, (), _ROUTER)
     if any(map(adapted.is_fused, methods)):
         return of_adapted(module)
     if any(map(normed.is_fused, methods)):
@@ -145,7 +145,7 @@ def of_methods(module: nn.Module, methods: Iterable[FunctionType]) -> Optional[O
 
 def _part_fused(mlp: FoundMLP) -> str:
     """The extent of fusion of an MLP that is not fused whole."""
-    if mlp.activation is None or refusals.of_surroundings() is not None or _without_kernel(mlp):
+    if mlp.activation is None or refusals.of_global_state() is not None or _without_kernel(mlp):
         return NONE
     first = list(mlp.projections.values())[: 2 if mlp.pattern.gated and not mlp.pattern.packed else 1]
     if mlp.pattern.whole and not any(map(adapters.of_state, first)):
@@ -155,29 +155,29 @@ def _part_fused(mlp: FoundMLP) -> str:
 
 def of_experts(module: nn.Module, asked: Optional[str] = None) -> Outcome:
     """The outcome of a module of experts: full if its forward, which checks at each call, calls ``experts_mlp``."""
-    obstacle = mixtures.obstacle(module, asked)
-    if obstacle is None:
+    refusal = mixtures.refusal(module, asked)
+    if refusal is None:
         return Outcome(FULL, (), _UNTRAINED_EXPERTS if mixtures.trains_as_written(module) else _EXPERTS)
-    return Outcome(NONE, (Reason(OWN_WAY, "", obstacle),), _EXPERTS)
+    return Outcome(NONE, (Reason(OWN_WAY, "", refusal),), _EXPERTS)
 
 
 def of_wrapper(module: nn.Module) -> Outcome:
     """The outcome of experts with adapters around their weights."""
-    obstacle, rank = wrappers.obstacle(module), wrappers.rank_of(module)
+    refusal, rank = wrappers.refusal(module), wrappers.rank_of(module)
     pattern = f"{_EXPERTS} with LoRA of rank {rank}" if rank else _EXPERTS
-    return Outcome(FULL, (), pattern) if obstacle is None else Outcome(NONE, (Reason(OWN_WAY, "", obstacle),), pattern)
+    return Outcome(FULL, (), pattern) if refusal is None else Outcome(NONE, (Reason(OWN_WAY, "", refusal),), pattern)
 
 
 def of_adapted(module: nn.Module) -> Outcome:
     """The outcome of a layer with an adapter, by itself."""
-    obstacle, pattern = adapted.obstacle(module), f"{forwards.LINEAR}{adapters.words_of((module,))}"
-    return Outcome(FULL, (), pattern) if obstacle is None else Outcome(NONE, (Reason(OWN_WAY, "", obstacle),), pattern)
+    refusal, pattern = adapted.refusal(module), f"{forwards.LINEAR}{adapters.words_of((module,))}"
+    return Outcome(FULL, (), pattern) if refusal is None else Outcome(NONE, (Reason(OWN_WAY, "", refusal),), pattern)
 
 
 def of_norm(module: nn.Module) -> Outcome:
     """The outcome of a norm by itself."""
-    obstacle, pattern = normed.obstacle(module), normed.name_of(module)
-    return Outcome(FULL, (), pattern) if obstacle is None else Outcome(NONE, (Reason(OWN_WAY, "", obstacle),), pattern)
+    refusal, pattern = normed.refusal(module), normed.name_of(module)
+    return Outcome(FULL, (), pattern) if refusal is None else Outcome(NONE, (Reason(OWN_WAY, "", refusal),), pattern)
 
 
 _EXPERTS, _UNTRAINED_EXPERTS, _ROUTER = "experts", "experts in inference", "router"
@@ -229,7 +229,7 @@ def _has_own_product(projection: Any) -> bool:
 
 def of_parts(projections: Dict[str, nn.Module]) -> Outcome:
     """The outcome of an MLP with these projections and a known activation. Its pattern is what is said of adapters."""
-    around = refusals.of_surroundings()
+    around = refusals.of_global_state()
     reasons = called({name: around or adapters.of_state(part) for name, part in projections.items()})
     return Outcome(NONE if reasons else FULL, reasons, adapters.words_of(projections.values()))
 
@@ -245,7 +245,7 @@ def of_sum(parts: Dict[str, nn.Module]) -> Outcome:
     found = {projection: refusals.of_projection(layer)}
     found.update({name: _before_sum(part) for name, part in behind})
     found[last] = unknown or of_call(norm)
-    around = refusals.of_surroundings()
+    around = refusals.of_global_state()
     reasons = called(found if around is None else dict.fromkeys(found, around))
     if reasons:
         return Outcome(NONE, reasons, _SUM)
@@ -269,13 +269,13 @@ def of_error(error: Exception) -> Reason:
     return Reason(ERROR, "", f"{type(error).__name__}: {error}".splitlines()[0])
 
 
-def called(obstacle_of: Dict[str, Optional[str]]) -> Tuple[Reason, ...]:
-    """The parts that are called since there is an obstacle; parts that are alike share a reason."""
+def called(refusal_of: Dict[str, Optional[str]]) -> Tuple[Reason, ...]:
+    """The parts that are called since there is a refusal; parts that are alike share a reason."""
     names: Dict[str, List[str]] = {}
-    for name, obstacle in obstacle_of.items():
-        if obstacle is not None:
-            names.setdefault(obstacle, []).append(name)
-    return tuple(Reason(CALLED, ", ".join(alike), obstacle) for obstacle, alike in names.items())
+    for name, refusal in refusal_of.items():
+        if refusal is not None:
+            names.setdefault(refusal, []).append(name)
+    return tuple(Reason(CALLED, ", ".join(alike), refusal) for refusal, alike in names.items())
 
 
 def of_activation(function: object) -> Reason:
@@ -307,11 +307,11 @@ def of_nothing(module: nn.Module) -> Optional[Outcome]:
 
 def _reasons(mlp: FoundMLP) -> List[Reason]:
     """The reasons why one MLP is not fused further."""
-    around = refusals.of_surroundings()
+    around = refusals.of_global_state()
     if around is not None:
         return [Reason(CALLED, "all parts", around)]
-    if any(mlp.halves.values()):  # then their parts are not looked at
-        return list(called(mlp.halves))
+    if any(mlp.split.values()):  # then their parts are not looked at
+        return list(called(mlp.split))
     found = {name: adapters.of_state(part) for name, part in mlp.projections.items()}
     projections = list(mlp.projections.values()) or [None]
     given = forwards.dtype_of(projections[0]), projections[-1]
@@ -352,7 +352,7 @@ def _weight(mlp: FoundMLP) -> Optional[Tensor]:
 
 
 def _pattern(mlps: Iterable[FoundMLP]) -> str:
-    words = (f"{mlp.pattern}{' in two modules' if mlp.halves else ''}{_of_adapters(mlp) or mlp.around}" for mlp in mlps)
+    words = (f"{mlp.pattern}{' in two modules' if mlp.split else ''}{_of_adapters(mlp) or mlp.around}" for mlp in mlps)
     return ", ".join(dict.fromkeys(words))
 
 

@@ -55,7 +55,7 @@ class Verification:
 
     def disagreement_of_experts(self, module: nn.Module) -> Optional[str]:
         """The same for a module of experts, of which two are computed."""
-        if mixtures.obstacle(module) is not None:
+        if mixtures.refusal(module) is not None:
             return None
         found = proofs.of(module)
         tensors = proofs.tensors_of(module, found.weights)
@@ -69,7 +69,7 @@ class Verification:
 
 def _can_be_computed(mlp: FoundMLP) -> bool:
     """True if a sample call has no side effects (no hooks, no modes) and all weights are materialised."""
-    if refusals.of_surroundings() is not None or mlp.activation is None:
+    if refusals.of_global_state() is not None or mlp.activation is None:
         return False
     layers = [adapters.layer_of(part) for part in mlp.projections.values()]
     if any(isinstance(layer, str) or (layer.adapter is not None and layer.adapter.dropout) for layer in layers):

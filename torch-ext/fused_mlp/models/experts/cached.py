@@ -26,14 +26,14 @@ from . import interface, proofs
 
 # Bound once: a name of another module costs two look-ups more.
 _is_recording = training.is_recording
-_plain = shortcut.plain  # None where nothing is compiled, and nothing settled
+_plain = shortcut.plain  # None where nothing is compiled, and nothing is cached
 _backends, _compute, _on_gpu = dispatch._open_blocks, native.experts_mlp, native.DEVICE_TYPE == "cuda"
 _Parameter, _state_of = nn.Parameter, object.__getattribute__
 
 _Pairs = Tuple[Tuple[Any, ...], ...]  # a name and its value, or a name alone that stands for nothing
 
 
-class _Settled(NamedTuple):
+class _Entry(NamedTuple):
     kind: type
     dtype: torch.dtype
     experts: int
@@ -49,28 +49,28 @@ class _Settled(NamedTuple):
 
 
 # By module, and by what transformers is set to: it is set to another way for the time in which it decodes.
-_known: WeakKeyDictionary[nn.Module, Dict[Optional[str], _Settled]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[nn.Module, Dict[Optional[str], _Entry]] = WeakKeyDictionary()
 
 
 def output(module: nn.Module, x: Any, index: Any, weights: Any) -> Optional[Tensor]:
-    """The output of experts that are settled; None where they have to be asked about. Not for what is compiled."""
-    settled = found(module, x, index, weights)
-    if settled is None:
+    """The output of experts that are cached; None where they have to be asked about. Not for what is compiled."""
+    entry = found(module, x, index, weights)
+    if entry is None:
         return None
     recorded = _is_recording()
     if recorded and (x.requires_grad or weights.requires_grad):
         return None
-    tensors = tensors_of(module, settled)
+    tensors = tensors_of(module, entry)
     if tensors is None or (recorded and any(tensor is not None and tensor.requires_grad for tensor in tensors)):
         return None
-    up, form = tensors[0], settled.form
+    up, form = tensors[0], entry.form
     if form.transposed and native.has_many_rows(index, up):
         return None
     if native.chooses_experts(x) and native.experts_refusal(
         x, index, up, tensors[1], form.interleaved, form.transposed
     ):
         return None
-    if settled.last is not None and not are_experts(index, settled.last):
+    if entry.last is not None and not are_experts(index, entry.last):
         return None
     try:
         return _compute(x, index, weights, *tensors, *form)
@@ -78,36 +78,36 @@ def output(module: nn.Module, x: Any, index: Any, weights: Any) -> Optional[Tens
         return None
 
 
-def found(module: nn.Module, x: Any, index: Any, weights: Any) -> Optional[_Settled]:
-    """What is settled of a module, where it holds for a call; autograd is not asked about."""
+def found(module: nn.Module, x: Any, index: Any, weights: Any) -> Optional[_Entry]:
+    """The entry of a module, where it holds for a call; autograd is not asked about."""
     known = _known.get(module)
     if known is None:
         return None
     state = module.__dict__
-    settled = known.get(_set_to(state))
-    if settled is None or type(x) is not Tensor or type(index) is not Tensor or type(weights) is not Tensor:
+    entry = known.get(_set_to(state))
+    if entry is None or type(x) is not Tensor or type(index) is not Tensor or type(weights) is not Tensor:
         return None
     if (
         not (x.is_cuda if _on_gpu else x.is_cpu)
         or _backends[-1].name != "auto"
         or not _plain.is_undisturbed()
-        or not _holds(settled, module, state)
+        or not _holds(entry, module, state)
         or is_narrowed(x)
     ):
         return None
-    return settled
+    return entry
 
 
-def tensors_of(module: nn.Module, settled: _Settled) -> Optional[List[Optional[Tensor]]]:
-    """The weights of a settled module, or None where they are of another kind by now."""
+def tensors_of(module: nn.Module, entry: _Entry) -> Optional[List[Optional[Tensor]]]:
+    """The weights of a cached module, or None where they are of another kind by now."""
     parameters, tensors = module.__dict__["_parameters"], []
-    for name in settled.weights:
+    for name in entry.weights:
         tensor = None if name is None else parameters.get(name, module)
         if tensor is not None and type(tensor) is not _Parameter:
             return None
         tensors.append(tensor)
     up = tensors[0]
-    return tensors if up.dtype is settled.dtype and up.size(0) == settled.experts else None
+    return tensors if up.dtype is entry.dtype and up.size(0) == entry.experts else None
 
 
 def are_experts(index: Tensor, last: int) -> bool:
@@ -123,22 +123,22 @@ def _set_to(state: Dict[str, Any]) -> Optional[str]:
     return None if config is None else _state_of(config, "__dict__").get(interface.SET_TO)
 
 
-def _holds(settled: _Settled, module: nn.Module, state: Dict[str, Any]) -> bool:
+def _holds(entry: _Entry, module: nn.Module, state: Dict[str, Any]) -> bool:
     try:
         return (
-            type(module) is settled.kind
-            and _plain.are_items(state, settled.own)
-            and _plain.are_items(state["_modules"], settled.parts)
-            and all(_plain.are_items(*items) for items in settled.items)
-            and all(map(_plain.is_bare, settled.activations))
-            and _plain.are_unchanged(settled.attributes)
-            and not any(name in found for name, found in settled.absent)
+            type(module) is entry.kind
+            and _plain.are_items(state, entry.own)
+            and _plain.are_items(state["_modules"], entry.parts)
+            and all(_plain.are_items(*items) for items in entry.items)
+            and all(map(_plain.is_bare, entry.activations))
+            and _plain.are_unchanged(entry.attributes)
+            and not any(name in found for name, found in entry.absent)
         )
     except AttributeError:  # one is gone
         return False
 
 
-def settle(module: nn.Module, proof: Proof, last: Optional[int], x: Tensor, index: Tensor) -> None:
+def store(module: nn.Module, proof: Proof, last: Optional[int], x: Tensor, index: Tensor) -> None:
     """Remembers a module that the compiled op has computed in its present state, if all that decided it can be told."""
     if dispatch.select("experts_mlp", x) is not native:
         return
@@ -185,7 +185,7 @@ def settle(module: nn.Module, proof: Proof, last: Optional[int], x: Tensor, inde
     if native.experts_refusal(x, index, up, down, found.form.interleaved, found.form.transposed) is not None:
         return
     attributes.append((class_of(module), "forward", method))
-    _known.setdefault(module, {})[way] = _Settled(
+    _known.setdefault(module, {})[way] = _Entry(
         kind=type(module),
         dtype=up.dtype,
         experts=up.shape[0],

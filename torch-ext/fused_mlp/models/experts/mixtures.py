@@ -139,7 +139,7 @@ def with_adapters(
 ) -> Optional[Tensor]:
     """The output of experts with adapters beside their weights; None where PEFT's way is to be taken.
 
-    ``known`` is what ``settled.found`` says of the call.
+    ``known`` is what ``cached.found`` says of the call.
     """
     tensors = None if known is None else cached.tensors_of(module, known)
     if tensors is None or _of_adapters(x) is not None or _of_call(x, index, weights, tensors[0]) is not None:
@@ -149,7 +149,7 @@ def with_adapters(
     return calls.adapted_experts(x, index, weights, *tensors, known.form, adapters=adapters)
 
 
-def obstacle(module: nn.Module, asked: Optional[str] = None, adapted: bool = False) -> Optional[str]:
+def refusal(module: nn.Module, asked: Optional[str] = None, adapted: bool = False) -> Optional[str]:
     """The reason why a module of experts runs its original forward in its present state; None if it is fused.
 
     ``asked`` is the name of the implementation that overrides the configured one, if any; ``adapted``: there are
@@ -206,7 +206,7 @@ def _fused(
         call = functools.partial(calls.adapted_experts, adapters=adapters)
     result = proofs.computed(module, found, call, x, index, weights, tensors)
     if result is not None and proof is not None and (is_adapted or not follows):
-        cached.settle(module, proof, last, x, index)
+        cached.store(module, proof, last, x, index)
     return result
 
 
@@ -235,7 +235,7 @@ def _in_order(names: Tuple[str, ...], args: Tuple[Any, ...], kwargs: Dict[str, A
 
 def _of_module(module: nn.Module, found: Experts, tensors: Tuple[Optional[Tensor], ...], way: str) -> Optional[str]:
     """The reason why ``experts_mlp`` cannot compute a module, whatever the arguments of the call; None if it can."""
-    around = refusals.of_surroundings()
+    around = refusals.of_global_state()
     if around is not None:
         return around
     up = tensors[0]

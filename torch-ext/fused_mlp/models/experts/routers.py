@@ -124,13 +124,13 @@ def _fused_method(method: FunctionType, form: _Form) -> FunctionType:
     return forward
 
 
-def obstacle(module: nn.Module) -> Optional[str]:
+def refusal(module: nn.Module) -> Optional[str]:
     """The reason why a fused router runs its original forward in its present state; None if it is fused."""
     method = _method_of(module)
     found = "a patched class" if method is None else _operands(module, _forms[method])
     if isinstance(found, str):
         return found
-    return refusals.of_surroundings() or native.refusal("top_k_router", found[0])
+    return refusals.of_global_state() or native.refusal("top_k_router", found[0])
 
 
 _Operands = Tuple[Tensor, int, int]  # the weight, its width, how many experts are chosen
@@ -171,7 +171,7 @@ def _routed(module: nn.Module, form: _Form, x: Any) -> Optional[Tuple[Tensor, Te
         unpatched = F.softmax is _SOFTMAX and torch.topk is _TOPK
         disturbed = (
             not (flags and unpatched)
-            or refusals.of_surroundings() is not None
+            or refusals.of_global_state() is not None
             or calls.composition_reason(x) is not None
         )
     else:

@@ -67,10 +67,10 @@ def is_fused(function: Any) -> bool:
 _made: Set[FunctionType] = set()
 
 
-def obstacle(module: nn.Module) -> Optional[str]:
+def refusal(module: nn.Module) -> Optional[str]:
     """The reason why a wrapper runs its original forward in its present state; None if it is fused."""
     found = _read(module)
-    return found if isinstance(found, str) else mixtures.obstacle(found.module, adapted=bool(found.adapters))
+    return found if isinstance(found, str) else mixtures.refusal(found.module, adapted=bool(found.adapters))
 
 
 def rank_of(module: nn.Module) -> str:

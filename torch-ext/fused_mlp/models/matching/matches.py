@@ -43,12 +43,12 @@ class Act:
 
 
 @dataclass(frozen=True)
-class Site:
+class Match:
     """One fused call; all parts are expressions of the source.
 
     ``between`` are what the hidden values go through before the last projection: modules, probabilities of dropout, or
     functions that cast them (``casts``).
-    ``read`` are the names that were followed. The inputs of a pointwise site are gate and up.
+    ``read`` are the names that were followed. The inputs of a pointwise match are gate and up.
     """
 
     pattern: Pattern
@@ -64,11 +64,11 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Joint:
-    """``tail(head(x), *rest, **named)``: an MLP whose halves are two modules."""
+class SplitMLP:
+    """``second(first(x), *rest, **named)``: an MLP whose halves are two modules."""
 
-    tail: ast.expr
-    head: ast.expr
+    second: ast.expr
+    first: ast.expr
     x: ast.expr
     rest: Tuple[ast.expr, ...]
     named: Tuple[ast.keyword, ...]
@@ -77,7 +77,7 @@ class Joint:
     @property
     def parts(self) -> Tuple[ast.expr, ...]:
         """The expressions of the source in it."""
-        return (self.tail, self.head, self.x, *self.rest, *(word.value for word in self.named))
+        return (self.second, self.first, self.x, *self.rest, *(word.value for word in self.named))
 
 
 @dataclass(frozen=True)
@@ -138,11 +138,11 @@ class Block:
     """``last(residual + ...(...(mlp(first(x))) * factor))``, of which a sum must be there, of an MLP in one method.
 
     The residual is a name, or a sum of names. ``modulation`` is that of the first norm. ``behind`` is to the sum what
-    ``between`` is to the last projection, and may have a norm or a scale in it. The site's own input is what the first
+    ``between`` is to the last projection, and may have a norm or a scale in it. The match's own input is what the first
     norm is given. ``wide``: the sum is ``(residual.float() + ...float() * factor).type_as(residual)``.
     """
 
-    site: Union[Site, Whole]
+    match: Union[Match, Whole]
     behind: Tuple[ast.expr, ...]
     factor: Optional[ast.expr]
     residual: ast.expr
@@ -154,14 +154,14 @@ class Block:
 
     @property
     def read(self) -> FrozenSet[ast.Name]:
-        return self.site.read
+        return self.match.read
 
     @property
     def parts(self) -> Tuple[ast.expr, ...]:
         """The expressions of the source in it."""
         others = (part for part in (self.factor, self.first, self.last) if part is not None)
         modulation = () if self.modulation is None else self.modulation.parts
-        return (*self.site.parts, *self.behind, self.residual, *others, *modulation)
+        return (*self.match.parts, *self.behind, self.residual, *others, *modulation)
 
 
 @dataclass(frozen=True)
@@ -177,4 +177,4 @@ class Turns:
         return (self.modules, self.x)
 
 
-AnySite = Union[Site, Joint, Block, Turns]
+AnyMatch = Union[Match, SplitMLP, Block, Turns]

@@ -12,7 +12,7 @@ class Role:
     """The roles of callees.
 
     - PROJECTION: a linear layer; LAYER: another module with parameters; SEQUENCE: a list of modules with MLPs in it
-    - HEAD: a module that computes the hidden values of an MLP; TAIL: one that begins with the last projection of an
+    - FIRST: a module that computes the hidden values of an MLP; SECOND: one that begins with the last projection of an
       MLP; WHOLE: one that is an MLP and no more; NORM, SCALE: see ``norms``
     - ACTIVATION: a row of the table; SIGMOID, RELU: rows that others are made of; BOUND: a row that is a method;
       UNKNOWN: an activation without a row; GLU: F.glu or nn.GLU; SQUARE: torch.square;
@@ -22,8 +22,8 @@ class Role:
     """
 
     PROJECTION, PASSING, DROPOUT, LAYER = "projection", "passing", "dropout", "layer"
-    HEAD, TAIL, WHOLE, NORM, SCALE = "head", "tail", "whole", "norm", "scale"
-    LAYERS = (LAYER, HEAD, TAIL, WHOLE, NORM, SCALE)
+    FIRST, SECOND, WHOLE, NORM, SCALE = "first module", "second module", "whole", "norm", "scale"
+    LAYERS = (LAYER, FIRST, SECOND, WHOLE, NORM, SCALE)
     SEQUENCE = "sequence"
     ACTIVATION, SIGMOID, RELU, BOUND = "activation", "sigmoid", "relu", "bound activation"
     UNKNOWN, GLU, SQUARE, PRODUCT = "unknown activation", "glu", "square", "product"

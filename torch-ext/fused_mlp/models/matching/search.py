@@ -12,7 +12,7 @@ from typing import Dict, Iterator, List, Optional, Tuple, Union
 from ..reading.effects import is_harmless, is_plain, is_reached, is_view, uses
 from ..reading.names import SIMPLE, Place, Value, assignment, body_of, expressions, is_name, reads_of
 from . import casts
-from .matches import Act, AnySite, Block, Ending, Joint, Modulation, Site, Start, Whole
+from .matches import Act, AnyMatch, Block, Ending, Match, Modulation, SplitMLP, Start, Whole
 from .pattern import Pattern
 from .roles import Role, RoleOf, asking, harmless_calls, is_call, passed_through
 
@@ -21,13 +21,13 @@ _OPTIONS = {"call": {"approximate", "inplace"}, "glu": {"dim"}}  # keywords besi
 _QUICK_SLOPE = 1.702
 
 
-def matches(value: Value, role: RoleOf) -> Iterator[AnySite]:
+def matches_of(value: Value, role: RoleOf) -> Iterator[AnyMatch]:
     """Yield the matches that end in a value, the largest first."""
     yield from _blocks_of(value, role)
-    for match in (_joint, _whole, _hidden, _pointwise):
-        site = match(value, role)
-        if site is not None:
-            yield site
+    for kind in (_split_mlp, _whole, _hidden, _pointwise):
+        match = kind(value, role)
+        if match is not None:
+            yield match
 
 
 def _blocks_of(value: Value, role: RoleOf) -> Iterator[Block]:
@@ -52,16 +52,16 @@ def _blocks_of(value: Value, role: RoleOf) -> Iterator[Block]:
             behind = behind if factor is None else (*behind, *outer)
             if inner.half is not None or not _is_sum_of_names(residual) or None not in (norm, last):
                 continue
-            site, first = _whole(inner, role), inner
+            match, first = _whole(inner, role), inner
             if is_call(inner.node, role, Role.WHOLE):
-                site = Whole(inner.node.func, (inner.node.args[0],), inner.read)
-            elif site is None or site.pattern.gated:
+                match = Whole(inner.node.func, (inner.node.args[0],), inner.read)
+            elif match is None or match.pattern.gated:
                 continue
             else:  # the first projection
                 hidden, _ = _through(inner.part(inner.node.args[0]), role, inner.node.func)
                 _, first = _applied(hidden, role)
             is_normed = last is not None or (norm is not None and role(norm) == Role.NORM)
-            block = Block(site, behind, factor, residual, is_normed, last=last, wide=wide)
+            block = Block(match, behind, factor, residual, is_normed, last=last, wide=wide)
             yield from _with_first_norm(block, first.part(first.node.args[0]), role)
             yield block
 
@@ -76,8 +76,8 @@ def _with_first_norm(block: Block, x: Value, role: RoleOf) -> Iterator[Block]:
         if narrow is not None and given is not x:
             argument, modulation = _widened(argument, narrow), dataclasses.replace(modulation, wide=True)
         if argument is not None:
-            normed = dataclasses.replace(block.site, inputs=(argument,), read=block.site.read | given.read)
-            yield dataclasses.replace(block, site=normed, is_normed=True, first=given.node.func, modulation=modulation)
+            normed = dataclasses.replace(block.match, inputs=(argument,), read=block.match.read | given.read)
+            yield dataclasses.replace(block, match=normed, is_normed=True, first=given.node.func, modulation=modulation)
 
 
 def _narrowed(value: Value) -> Tuple[Value, Optional[str]]:
@@ -154,17 +154,17 @@ def _behind(value: Value, role: RoleOf) -> Tuple[Value, Tuple[ast.expr, ...], Op
     return value, (*inner, norm, *outer), norm
 
 
-def _whole(value: Value, role: RoleOf) -> Optional[Site]:
+def _whole(value: Value, role: RoleOf) -> Optional[Match]:
     """``P(...(hidden))``"""
     if not is_call(value.node, role, Role.PROJECTION):
         return None
     last = value.node.func
     value, between = _through(value.part(value.node.args[0]), role, last)
-    site = _hidden(value, role)
-    if site is None:
+    match = _hidden(value, role)
+    if match is None:
         return None
-    pattern = dataclasses.replace(site.pattern, whole=True)
-    return dataclasses.replace(site, pattern=pattern, projections=(*site.projections, last), between=between)
+    pattern = dataclasses.replace(match.pattern, whole=True)
+    return dataclasses.replace(match, pattern=pattern, projections=(*match.projections, last), between=between)
 
 
 def _through(value: Value, role: RoleOf, projection: Optional[ast.expr] = None) -> Tuple[Value, Tuple[ast.expr, ...]]:
@@ -183,27 +183,28 @@ def _through(value: Value, role: RoleOf, projection: Optional[ast.expr] = None) 
         between.insert(0, part)
 
 
-def _joint(value: Value, role: RoleOf) -> Optional[Joint]:
-    """``tail(head(x), ...)``; what the tail is given besides are names, which the head cannot bind anew."""
+def _split_mlp(value: Value, role: RoleOf) -> Optional[SplitMLP]:
+    """``second(first(x), ...)``; what the second module is given besides are names, which the first
+    module cannot bind anew."""
     node = value.node
-    if not (isinstance(node, ast.Call) and node.args and role(node.func) == Role.TAIL):
+    if not (isinstance(node, ast.Call) and node.args and role(node.func) == Role.SECOND):
         return None
     rest, named = tuple(node.args[1:]), tuple(node.keywords)
     given = [*rest, *(word.value for word in named)]
     if any(word.arg is None for word in named) or not all(isinstance(each, (ast.Name, ast.Constant)) for each in given):
         return None
     inner = value.part(node.args[0])
-    if inner.half is not None or not is_call(inner.node, role, Role.HEAD):
+    if inner.half is not None or not is_call(inner.node, role, Role.FIRST):
         return None
-    return Joint(node.func, inner.node.func, inner.node.args[0], rest, named, inner.read)
+    return SplitMLP(node.func, inner.node.func, inner.node.args[0], rest, named, inner.read)
 
 
-def _hidden(value: Value, role: RoleOf) -> Optional[Site]:
+def _hidden(value: Value, role: RoleOf) -> Optional[Match]:
     """``A(P(x))``, ``A(P(x)) * P(x)``, ``A(half) * other_half`` of ``P(x)``, ``glu(P(x))``"""
     act, inner = _applied(value, role)
     if act is not None and inner.half is None and is_call(inner.node, role, Role.PROJECTION):
         halves = {"gated": True, "packed": True, "up_first": True} if act.role == Role.GLU else {}
-        return Site(Pattern(**halves), (inner.node.args[0],), (inner.node.func,), act, read=inner.read)
+        return Match(Pattern(**halves), (inner.node.args[0],), (inner.node.func,), act, read=inner.read)
     for act, _, gate, other in gated(value, role):
         up = value.part(other)
         if not (is_call(gate.node, role, Role.PROJECTION) and is_call(up.node, role, Role.PROJECTION)):
@@ -211,12 +212,12 @@ def _hidden(value: Value, role: RoleOf) -> Optional[Site]:
         x, read = gate.node.args[0], gate.read | up.read
         if gate.node is up.node and {gate.half, up.half} == {0, 1}:
             pattern = Pattern(gated=True, packed=True, up_first=gate.half == 1)
-            return Site(pattern, (x,), (gate.node.func,), act, read=read)
+            return Match(pattern, (x,), (gate.node.func,), act, read=read)
         same_x = isinstance(x, ast.Name) and is_name(up.node.args[0], x.id)
         if gate.half is None and up.half is None and same_x and gate.node is not up.node:
             up_left = other is getattr(value.node, "left", None)
             pattern = Pattern(gated=True, up_left=up_left, up_before=_is_before(up.node, gate.node))
-            return Site(pattern, (x,), (gate.node.func, up.node.func), act, read=read)
+            return Match(pattern, (x,), (gate.node.func, up.node.func), act, read=read)
     return None
 
 
@@ -225,7 +226,7 @@ def _is_before(node: ast.expr, other: ast.expr) -> bool:
     return (node.lineno, node.col_offset) < (other.lineno, other.col_offset)
 
 
-def _pointwise(value: Value, role: RoleOf) -> Optional[Site]:
+def _pointwise(value: Value, role: RoleOf) -> Optional[Match]:
     """``A(gate) * up``, computed in the order of the source, but that A may wait for up."""
     for act, factor, _, up in gated(value, role):
         if act.form != "call":
@@ -238,7 +239,7 @@ def _pointwise(value: Value, role: RoleOf) -> Optional[Site]:
             is_safe = direct or is_harmless(up, harmless_calls(role, None if up_left else Role.PROJECTION))
         if is_safe:
             pattern = Pattern(gated=True, pointwise=True, up_first=up_left)
-            return Site(pattern, (gate, up), (), act, read=factor.read)
+            return Match(pattern, (gate, up), (), act, read=factor.read)
     return None
 
 

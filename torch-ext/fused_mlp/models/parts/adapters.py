@@ -206,7 +206,7 @@ _CONTAINERS = {nn.ModuleDict}
 
 
 def parameters_of(part: nn.Module) -> Union[str, Tuple[Tensor, Optional[Tensor]]]:
-    """:func:`obstacles.parameters_of`, in less time for what needs no more questions."""
+    """:func:`refusals.parameters_of`, in less time for what needs no more questions."""
     if type(part) is not nn.Linear:
         return refusals.parameters_of(part)
     state = part.__dict__

@@ -50,7 +50,7 @@ class Form:
 
 
 def row_of(act: Callable[[Tensor], Tensor]) -> Optional[Activation]:
-    """The row of the table that an activation of a site computes, or None."""
+    """The row of the table that an activation of a match computes, or None."""
     return act.activation if type(act) is Form else activation_of(act)
 
 

@@ -61,7 +61,7 @@ linear_forward.__name__ = "forward"  # the name under which a bound method is pi
 PLAIN_FORWARDS[nn.Linear] = linear_forward
 
 
-def of_surroundings() -> Optional[str]:
+def of_global_state() -> Optional[str]:
     """The first thing that watches or changes every call of a module or of a function of torch, or None."""
     if (
         _torch_module._global_forward_hooks
@@ -102,9 +102,9 @@ def parameters_of(projection: nn.Module) -> Union[str, Tuple[Tensor, Optional[Te
             return f"a {_name(kind)}"
         if not is_as_written(kind):
             return f"a patched {_name(kind)}"
-    obstacle = of_call(projection)
-    if obstacle is not None:
-        return obstacle
+    refusal = of_call(projection)
+    if refusal is not None:
+        return refusal
     weight = projection.weight
     if type(weight) not in (nn.Parameter, Tensor):
         return f"a weight of type {type(weight).__name__}"
@@ -153,7 +153,7 @@ def of_input(x: Tensor) -> Optional[str]:
         return f"an input of type {type(x).__name__}"
     if x.layout is not torch.strided:
         return f"an input of {x.layout}"
-    return "a nested input" if x.is_nested else of_surroundings()
+    return "a nested input" if x.is_nested else of_global_state()
 
 
 def _name(kind: type) -> str:

@@ -455,14 +455,14 @@ class Evaluation:
         if found is not None:
             return found
         forward, call = looked_up(kind, "forward"), looked_up(kind, "__call__")
-        obstacle = of_call(part.value, kernelizable=True)
+        refusal = of_call(part.value, kernelizable=True)
         self._depends(kind, "", "forward", forward)
         self._depends(kind, "", "__call__", call)
-        self._depends(part.path, "call", "", obstacle)
+        self._depends(part.path, "call", "", refusal)
         if call is not looked_up(nn.Module, "__call__") or not isinstance(forward, FunctionType):
             raise _unknown(node, f"{kind.__name__}, whose call is not torch's")
-        if obstacle is not None:
-            raise _unknown(node, f"{kind.__name__} with {obstacle}")
+        if refusal is not None:
+            raise _unknown(node, f"{kind.__name__} with {refusal}")
         return self._inlined(forward, (part, *args), options)
 
     def _applied(self, name: str, args: Tuple[Value, ...], options: Dict[str, Value], node: Any) -> Value:

@@ -53,7 +53,7 @@ def conditions_in(function: ast.FunctionDef, role: RoleOf) -> Tuple[ast.expr, ..
     """The conditions in a method that can be told from its module alone."""
     parting = _Parting(copy.deepcopy(function), role)
     statements = [statement for block in blocks(parting.spread()) for statement in block]
-    tests = (_without_not(each.test)[0] for each in statements if parting.is_settled(each))
+    tests = (_without_not(each.test)[0] for each in statements if parting.asks_module(each))
     return tuple({ast.unparse(test): test for test in tests}.values())
 
 
@@ -74,8 +74,8 @@ def conditions_of(function: ast.FunctionDef, node: ast.expr, role: RoleOf) -> Tu
             for _, field in ast.iter_fields(statement):
                 inner = of(field) if isinstance(field, list) and field and isinstance(field[0], ast.stmt) else None
                 if inner is not None:
-                    settled = ((statement.test, field is statement.body),) if parting.is_settled(statement) else ()
-                    return (*settled, *inner)
+                    asked = ((statement.test, field is statement.body),) if parting.asks_module(statement) else ()
+                    return (*asked, *inner)
             return ()
         return None
 
@@ -129,7 +129,7 @@ class _Parting:
         for each, branch in zip(both, branches):
             each.value = branch
         made = ast.copy_location(ast.If(test, [both[0]], [both[1]]), statement)
-        return made if self.is_settled(made) else statement
+        return made if self.asks_module(made) else statement
 
     def _dim(self, value: Optional[ast.expr]) -> Optional[ast.Attribute]:
         """The attribute of the module that says which dimension is halved."""
@@ -163,12 +163,12 @@ class _Parting:
                 continue
             while index > 0 and all(map(self._is_near, self._taken(block[index - 1], answers))):
                 index -= 1
-            return index if self._is_near(statement) or self.is_settled(statement) else None
+            return index if self._is_near(statement) or self.asks_module(statement) else None
         return None
 
     def _taken(self, statement: ast.stmt, answers: Dict[str, bool]) -> List[ast.stmt]:
         """The statements that run in the place of one where conditions are as ``answers`` say."""
-        if not self.is_settled(statement):
+        if not self.asks_module(statement):
             return [statement]
         test, positive = _without_not(statement.test)
         is_so = answers.get(ast.unparse(test))
@@ -185,7 +185,7 @@ class _Parting:
         while index < len(taken):
             statement = taken[index]
             test, positive = _without_not(statement.test) if isinstance(statement, ast.If) else (statement, True)
-            is_so = answers.get(ast.unparse(test)) if self.is_settled(statement) else None
+            is_so = answers.get(ast.unparse(test)) if self.asks_module(statement) else None
             if is_so is not None:
                 guards[ast.unparse(test)] = test, is_so
                 taken[index : index + 1] = statement.body if is_so == positive else statement.orelse
@@ -195,7 +195,7 @@ class _Parting:
                 break
         return guards, taken
 
-    def is_settled(self, statement: ast.stmt) -> bool:
+    def asks_module(self, statement: ast.stmt) -> bool:
         """True if the condition of a statement depends only on attributes of the module, their classes, or flags."""
         if not isinstance(statement, ast.If):
             return False
@@ -212,7 +212,7 @@ class _Parting:
         return True
 
     def _is_near(self, statement: ast.stmt) -> bool:
-        if not (isinstance(statement, SIMPLE) or self.is_settled(statement)):
+        if not (isinstance(statement, SIMPLE) or self.asks_module(statement)):
             return False
         return not _stores(statement) and all(
             self._may_call(callee) or self._role(callee) in _NEAR for callee in _callees(statement)

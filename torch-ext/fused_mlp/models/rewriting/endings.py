@@ -1,7 +1,7 @@
 """The ends of attention in encoders: modules that are ``norm(projection(x) + residual)``, in one call.
 
-The second half of an encoder's MLP is such a module too. Where the code around it hands it the first half, both are one
-call of that (``halves``), and it is left as it is.
+The second segment of an encoder's MLP is such a module too. Where the code around it hands it the first segment, both
+are one call of that (``running.split_mlps``), and it is left as it is.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def _made(
     forward: FunctionType, roles: Tuple[Tuple[str, str], ...], answers: branches.Answers, memory: str
 ) -> Optional[FunctionType]:
     """The forward with the call in front of what it does, which is left for where the op does not take the parts."""
-    if rewriter.half_of(forward, roles, answers) != Role.TAIL:
+    if rewriter.segment_role(forward, roles, answers) != Role.SECOND:
         return None
-    half = split_mlps.tails[forward]
-    if not half.ending or half.names is None or half.found.between:
+    segment = split_mlps.seconds[forward]
+    if not segment.ending or segment.names is None or segment.found.between:
         return None
-    projection, *behind, norm = half.names
+    projection, *behind, norm = segment.names
     tree = copy.deepcopy(effects.readable(forward))
     given = [ast.Name(name, ast.Load()) for name in ("@plan", *forward.__code__.co_varnames[:3])]
     plan = plans.made(forwards.LINEAR, (projection,), 0, behind=tuple(behind), last=norm)
@@ -80,6 +80,6 @@ def _made(
     ]
     instead = Instead(as_written("forward", forward), rewriter.TRACED, None, None, False)
     made = rewriter.method_of(tree, forward, {**NAMES, "@plan": plan}, instead, (), memory)
-    _names[made] = half.names
-    split_mlps.tails[made] = half
+    _names[made] = segment.names
+    split_mlps.seconds[made] = segment
     return made

@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 from torch import Tensor, nn
 
 from ...activations import Activation
-from ..matching.matches import Act, AnySite, Block, Joint, Whole
+from ..matching.matches import Act, AnyMatch, Block, SplitMLP, Whole
 from ..matching.pattern import Pattern
 from ..parts import forms
 from ..reading.source import value_of, values_of
@@ -22,16 +22,16 @@ from .fused_calls import NAMES, expression_of
 class FoundMLP:
     """An MLP of a module, or what there is of one: its parts as they are now, by the names they have there.
 
-    ``halves`` are the two modules that hold the parts, if the module itself does not; each with what keeps its call
-    from being skipped, or None. ``around`` says what else of its block is in the call. ``aside`` is what keeps the
-    method from the branch that the MLP is in, as source, if something does now.
+    ``split`` are the two modules that hold the parts, if the module itself does not; each with what keeps
+    its call from being skipped, or None. ``around`` says what else of its block is in the call. ``aside`` is what keeps
+    the method from the branch that the MLP is in, as source, if something does now.
     """
 
     pattern: Pattern
     projections: Dict[str, nn.Module]
     act: Optional[Callable]
     between: Dict[str, Any]
-    halves: Dict[str, Optional[str]] = field(default_factory=dict)
+    split: Dict[str, Optional[str]] = field(default_factory=dict)
     around: str = ""
     aside: Optional[str] = None
 
@@ -41,21 +41,21 @@ class FoundMLP:
         return None if self.act is None else forms.row_of(self.act)
 
 
-def mlps_of(site: AnySite, function: FunctionType, module: nn.Module) -> List[FoundMLP]:
-    """The MLPs that a site of a method is: several in a loop, none that is another module's own."""
-    if isinstance(site, Joint):
-        return _mlps_across(site, function, module)
+def mlps_of(match: AnyMatch, function: FunctionType, module: nn.Module) -> List[FoundMLP]:
+    """The MLPs that a match of a method is: several in a loop, none that is another module's own."""
+    if isinstance(match, SplitMLP):
+        return _mlps_across(match, function, module)
     around = ""
-    if isinstance(site, Block):
-        around, site = around_of(True, site.is_normed), site.site
-    if isinstance(site, Whole):
+    if isinstance(match, Block):
+        around, match = around_of(True, match.is_normed), match.match
+    if isinstance(match, Whole):
         return []
-    act = act_of(site.act, function, module)
-    between = {_name(node): _between(node, function, module) for node in site.between}
-    projections = [list(values_of(node, function, module).items()) for node in site.projections]
+    act = act_of(match.act, function, module)
+    between = {_name(node): _between(node, function, module) for node in match.between}
+    projections = [list(values_of(node, function, module).items()) for node in match.projections]
     turns = range(max(map(len, projections), default=1))  # the turns of a loop
     now = [dict(parts[min(turn, len(parts) - 1)] for parts in projections) for turn in turns]
-    return [FoundMLP(site.pattern, parts, act, between, around=around) for parts in now]
+    return [FoundMLP(match.pattern, parts, act, between, around=around) for parts in now]
 
 
 def around_of(is_summed: bool, is_normed: bool) -> str:
@@ -63,43 +63,43 @@ def around_of(is_summed: bool, is_normed: bool) -> str:
     return (" with residual and norm" if is_normed else " with residual") if is_summed else ""
 
 
-def _mlps_across(joint: Joint, function: FunctionType, module: nn.Module) -> List[FoundMLP]:
+def _mlps_across(split: SplitMLP, function: FunctionType, module: nn.Module) -> List[FoundMLP]:
     """The MLPs that pairs of modules hold, which a method calls one after the other."""
-    pairs = [list(values_of(node, function, module).items()) for node in (joint.head, joint.tail)]
+    pairs = [list(values_of(node, function, module).items()) for node in (split.first, split.second)]
     turns = range(max(map(len, pairs)) if all(pairs) else 0)  # the turns of a loop
     return [_mlp_across(*(parts[min(turn, len(parts) - 1)] for parts in pairs)) for turn in turns]
 
 
-def _mlp_across(named_head: Tuple[str, Any], named_tail: Tuple[str, Any]) -> FoundMLP:
-    (head_name, head), (tail_name, tail) = named_head, named_tail
-    first, last = split_mlps.running(head, split_mlps.heads), split_mlps.running(tail, split_mlps.tails)
-    words = {head_name: first, tail_name: last}
+def _mlp_across(named_first: Tuple[str, Any], named_second: Tuple[str, Any]) -> FoundMLP:
+    (first_name, first), (second_name, second) = named_first, named_second
+    front, back = split_mlps.running(first, split_mlps.firsts), split_mlps.running(second, split_mlps.seconds)
+    words = {first_name: front, second_name: back}
     words = {name: known if isinstance(known, str) else None for name, known in words.items()}
     if any(words.values()):
         return FoundMLP(forwards.PLAIN, {}, None, {}, words)
-    start = last.found
-    named = values_of(start.projection, last.forward, tail).items()
-    projections = {f"{tail_name}.{path}": part for path, part in named}
-    between = {f"{tail_name}.{_name(node)}": _between(node, last.forward, tail) for node in start.between}
-    around = around_of(last.ending is not None, bool(last.ending))
-    return replace(mlp_behind(head_name, head, between, projections), halves=words, around=around)
+    start = back.found
+    named = values_of(start.projection, back.forward, second).items()
+    projections = {f"{second_name}.{path}": part for path, part in named}
+    between = {f"{second_name}.{_name(node)}": _between(node, back.forward, second) for node in start.between}
+    around = around_of(back.ending is not None, bool(back.ending))
+    return replace(mlp_behind(first_name, first, between, projections), split=words, around=around)
 
 
-def mlp_behind(name: str, head: nn.Module, between: Dict[str, Any], projection: Dict[str, Any]) -> FoundMLP:
-    """The MLP of a head and the projection that follows it."""
-    half = split_mlps.running(head, split_mlps.heads)
-    if isinstance(half, str):
-        return FoundMLP(forwards.PLAIN, {}, None, {}, {name: half})
-    site, projections = half.found, {}
-    for node in site.projections:
-        named = values_of(node, half.forward, head).items()
+def mlp_behind(name: str, first: nn.Module, between: Dict[str, Any], projection: Dict[str, Any]) -> FoundMLP:
+    """The MLP of a first module and the projection that follows it."""
+    segment = split_mlps.running(first, split_mlps.firsts)
+    if isinstance(segment, str):
+        return FoundMLP(forwards.PLAIN, {}, None, {}, {name: segment})
+    match, projections = segment.found, {}
+    for node in match.projections:
+        named = values_of(node, segment.forward, first).items()
         projections.update({f"{name}.{path}": part for path, part in named})
-    act, pattern = act_of(site.act, half.forward, head), replace(site.pattern, whole=True)
+    act, pattern = act_of(match.act, segment.forward, first), replace(match.pattern, whole=True)
     return FoundMLP(pattern, {**projections, **projection}, act, between, {name: None})
 
 
 def act_of(act: Act, function: FunctionType, module: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The activation of a site as it is now."""
+    """The activation of a match as it is now."""
     return _evaluated(expression_of(act), function, module)
 
 

@@ -1,4 +1,4 @@
-"""The call that stands in the place of a site, as an expression, and the functions that such calls name."""
+"""The call that stands in the place of a match, as an expression, and the functions that such calls name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import FunctionType
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-from ..matching.matches import Act, AnySite, Joint, Modulation, Site, Turns, Whole
+from ..matching.matches import Act, AnyMatch, Match, Modulation, SplitMLP, Turns, Whole
 from ..matching.pattern import Pattern
 from ..matching.roles import Role
 from ..parts import forms
@@ -18,29 +18,29 @@ from . import chunks
 Names = Dict[str, Any]  # what a rewritten method knows beside what its source names
 
 
-def call_of(memory: str, function: FunctionType, site: AnySite, names: Names) -> ast.expr:
+def call_of(memory: str, function: FunctionType, match: AnyMatch, names: Names) -> ast.expr:
     """For a match in a method; ``memory``: what training keeps. The plan of the call is added to ``names``."""
-    if isinstance(site, Joint):
-        return _joined(memory, site)
-    if isinstance(site, Turns):
-        return made_call("in turn", ast.Constant(memory), site.modules, site.x)
-    if isinstance(site, Site) and site.pattern.pointwise:
-        return _product(site)
+    if isinstance(match, SplitMLP):
+        return _split_mlp_of_children(memory, match)
+    if isinstance(match, Turns):
+        return made_call("in turn", ast.Constant(memory), match.modules, match.x)
+    if isinstance(match, Match) and match.pattern.pointwise:
+        return _product(match)
     parts = _Parts(function)
-    if isinstance(site, Site):
-        plan = plans.made(**parts.of_mlp(site, memory))
-        return made_call("fused", parts.known(plan, names), parts.module(), *site.inputs, parts.operands())
-    computed = site.site
+    if isinstance(match, Match):
+        plan = plans.made(**parts.of_mlp(match, memory))
+        return made_call("fused", parts.known(plan, names), parts.module(), *match.inputs, parts.operands())
+    computed = match.match
     of_mlp = {"module": parts.of(computed.module)} if isinstance(computed, Whole) else parts.of_mlp(computed, memory)
     plan = plans.made(
         **{"pattern": None, **of_mlp},
-        behind=parts.all_of(site.behind),
-        first=parts.of(site.first),
-        last=parts.of(site.last),
-        wide=site.wide,
-        modulation_wide=site.modulation is not None and site.modulation.wide,
+        behind=parts.all_of(match.behind),
+        first=parts.of(match.first),
+        last=parts.of(match.last),
+        wide=match.wide,
+        modulation_wide=match.modulation is not None and match.modulation.wide,
     )
-    given = *computed.inputs, site.residual, site.factor or ast.Constant(1.0), _modulation(site.modulation)
+    given = *computed.inputs, match.residual, match.factor or ast.Constant(1.0), _modulation(match.modulation)
     name = "block of a module" if isinstance(computed, Whole) else "block"
     return made_call(name, parts.known(plan, names), parts.module(), *given, parts.operands())
 
@@ -65,12 +65,12 @@ class _Parts:
     def all_of(self, nodes: Sequence[ast.expr]) -> Tuple[Part, ...]:
         return tuple(map(self.of, nodes))
 
-    def of_mlp(self, site: Site, memory: str) -> Dict[str, Any]:
+    def of_mlp(self, match: Match, memory: str) -> Dict[str, Any]:
         return {
-            "pattern": replace(site.pattern, memory=memory),
-            "projections": self.all_of(site.projections),
-            "act": self.of(expression_of(site.act), site.act.role != Role.BOUND),  # no method is found by its name
-            "between": self.all_of(site.between),
+            "pattern": replace(match.pattern, memory=memory),
+            "projections": self.all_of(match.projections),
+            "act": self.of(expression_of(match.act), match.act.role != Role.BOUND),  # no method is found by its name
+            "between": self.all_of(match.between),
         }
 
     def module(self) -> ast.expr:
@@ -86,9 +86,9 @@ class _Parts:
         return ast.Name(name, ast.Load())
 
 
-def _product(site: Site) -> ast.expr:
+def _product(match: Match) -> ast.expr:
     """``act(gate) * up``: one kernel where that pays, else what the source says, in its order."""
-    act, (gate, up), up_first = expression_of(site.act), site.inputs, site.pattern.up_first
+    act, (gate, up), up_first = expression_of(match.act), match.inputs, match.pattern.up_first
     given = [("@gate", gate)] if not up_first else [("@up", up), ("@gate", gate)]
     pays = made_call("pays", act, *(ast.NamedExpr(ast.Name(name, ast.Store()), value) for name, value in given))
     gate = ast.Name("@gate", ast.Load())
@@ -99,19 +99,19 @@ def _product(site: Site) -> ast.expr:
     return ast.IfExp(pays, made_call("product", gate, up, act, ast.Constant(up_first)), written)
 
 
-def arguments_of(site: Site) -> List[ast.expr]:
-    """The arguments of ``halves.Pending`` for a match."""
-    pattern = ast.Name(name_of_pattern(site.pattern), ast.Load())
-    return [pattern, *site.inputs, ast.Tuple(list(site.projections), ast.Load()), expression_of(site.act)]
+def arguments_of(match: Match) -> List[ast.expr]:
+    """The arguments of ``split_mlps.Pending`` for a match."""
+    pattern = ast.Name(name_of_pattern(match.pattern), ast.Load())
+    return [pattern, *match.inputs, ast.Tuple(list(match.projections), ast.Load()), expression_of(match.act)]
 
 
-def _joined(memory: str, site: Joint) -> ast.expr:
-    halves = (site.tail, site.head)
-    owners = {ast.unparse(half.value) if isinstance(half, ast.Attribute) else None for half in halves}
-    name, given = "joined", halves
-    if len(owners) == 1 and isinstance(owner := getattr(site.tail, "value", None), ast.Name):
-        name, given = "joined children", (owner, ast.Constant(tuple(half.attr for half in halves)))
-    return made_call(name, ast.Constant(memory), *given, site.x, *site.rest, named=site.named)
+def _split_mlp_of_children(memory: str, match: SplitMLP) -> ast.expr:
+    modules = (match.second, match.first)
+    owners = {ast.unparse(each.value) if isinstance(each, ast.Attribute) else None for each in modules}
+    name, given = "split mlp", modules
+    if len(owners) == 1 and isinstance(owner := getattr(match.second, "value", None), ast.Name):
+        name, given = "split mlp of children", (owner, ast.Constant(tuple(each.attr for each in modules)))
+    return made_call(name, ast.Constant(memory), *given, match.x, *match.rest, named=match.named)
 
 
 def _modulation(modulation: Optional[Modulation]) -> ast.expr:
@@ -148,8 +148,8 @@ _CALLS = {
     "block": shortcut.block,
     "block of a module": blocks.block,
     "ending": shortcut.ending,
-    "joined": split_mlps.joined,
-    "joined children": split_mlps.joined_children,
+    "split mlp": split_mlps.split_mlp,
+    "split mlp of children": split_mlps.split_mlp_of_children,
     "finished": split_mlps.finished,
     "in one": chunks.in_one,
     "in turn": sequences.in_turn,

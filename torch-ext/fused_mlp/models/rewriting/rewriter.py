@@ -20,7 +20,7 @@ from torch import nn
 
 from ...autograd.training import KEPT
 from ..experts.interface import original_of
-from ..matching.matches import Act, AnySite, Block, Joint, Site, Turns, Whole
+from ..matching.matches import Act, AnyMatch, Block, Match, SplitMLP, Turns, Whole
 from ..matching.roles import Role, RoleOf
 from ..matching.search import ending_of, start_of
 from ..methods import traced
@@ -48,9 +48,9 @@ from ..running import sequences, shortcut, split_mlps
 from . import branches, chunks, substitution
 from .found import FoundMLP, act_of, around_of, mlp_behind, mlps_of
 from .fused_calls import NAMES, call_of, made_call
-from .split_mlps import head_of, names_of, whole_of
+from .split_mlps import first_of, names_of, whole_of
 
-_SITES = "_fused_mlp_sites"  # the attribute of a rewritten function that holds its sites
+_MATCHES = "_fused_mlp_matches"  # the attribute of a rewritten function that holds its matches
 _BRANCHES = "_fused_mlp_branches"  # and the conditions of each, one tuple for each branch that it is in
 _MEMORY = "_fused_mlp_memory"  # and the one that says what training keeps
 TRACED = CellType(traced)
@@ -107,7 +107,7 @@ def lean_methods(module: nn.Module, methods: Dict[str, FunctionType]) -> Dict[st
         roles = roles_in(original, module, _role_unwrapped)
         lean, _ = _rewritten(original, name, roles, memory_of(method), answers_in(original, module))
         if lean is not None:
-            for attribute in (_SITES, _BRANCHES):
+            for attribute in (_MATCHES, _BRANCHES):
                 setattr(lean, attribute, getattr(method, attribute))
             made[name] = lean
     return made
@@ -133,44 +133,44 @@ def mlps_in(function: FunctionType, module: nn.Module) -> List[FoundMLP]:
     if function in sequences.SEQUENTIAL.values():
         return _mlps_in_turn(children_of(module))
     original, found = written[function].function, []
-    for site, branch in zip(getattr(function, _SITES), getattr(function, _BRANCHES)):
+    for match, branch in zip(getattr(function, _MATCHES), getattr(function, _BRANCHES)):
         unmet = [branches.unmet(conditions, original, module) for conditions in branch]
         aside = None if None in unmet else unmet[0]
-        found += [replace(mlp, aside=aside) for mlp in _mlps_of(site, original, module)]
+        found += [replace(mlp, aside=aside) for mlp in _mlps_of(match, original, module)]
     return found
 
 
-def _mlps_of(site: AnySite, function: FunctionType, module: nn.Module) -> List[FoundMLP]:
-    if not isinstance(site, Turns):
-        return mlps_of(site, function, module)
-    ((path, parts),) = values_of(site.modules, function, module).items()
+def _mlps_of(match: AnyMatch, function: FunctionType, module: nn.Module) -> List[FoundMLP]:
+    if not isinstance(match, Turns):
+        return mlps_of(match, function, module)
+    ((path, parts),) = values_of(match.modules, function, module).items()
     parts = children_of(parts).values() if type(parts) is nn.ModuleList else ()
     return _mlps_in_turn({f"{path}.{k}": part for k, part in enumerate(parts)})
 
 
-def heads_in(function: FunctionType, module: nn.Module) -> List[Any]:
-    """The modules that are first halves of the MLPs in a fused method of a module."""
-    return _halves_in("head", function, module)
+def first_modules_in(function: FunctionType, module: nn.Module) -> List[Any]:
+    """The first modules of the split MLPs in a fused method of a module."""
+    return _modules_in("first", function, module)
 
 
-def tails_in(function: FunctionType, module: nn.Module) -> List[Any]:
-    """The modules that are second halves of the MLPs in a fused method of a module."""
-    return _halves_in("tail", function, module)
+def second_modules_in(function: FunctionType, module: nn.Module) -> List[Any]:
+    """The second modules of the split MLPs in a fused method of a module."""
+    return _modules_in("second", function, module)
 
 
-def _halves_in(half: str, function: FunctionType, module: nn.Module) -> List[Any]:
-    nodes = [getattr(site, half) for site in getattr(function, _SITES, ()) if isinstance(site, Joint)]
+def _modules_in(segment: str, function: FunctionType, module: nn.Module) -> List[Any]:
+    nodes = [getattr(match, segment) for match in getattr(function, _MATCHES, ()) if isinstance(match, SplitMLP)]
     return [part for node in nodes for part in values_of(node, written[function].function, module).values()]
 
 
 def mlps_around(function: FunctionType, module: nn.Module) -> List[Tuple[Any, str]]:
     """The modules that are MLPs, around which a fused method of a module has blocks; with what is around them."""
-    blocks = [site for site in getattr(function, _SITES, ()) if isinstance(site, Block)]
+    blocks = [match for match in getattr(function, _MATCHES, ()) if isinstance(match, Block)]
     return [
         (part, around_of(True, block.is_normed))
         for block in blocks
-        if isinstance(block.site, Whole)
-        for part in values_of(block.site.module, written[function].function, module).values()
+        if isinstance(block.match, Whole)
+        for part in values_of(block.match.module, written[function].function, module).values()
     ]
 
 
@@ -250,7 +250,7 @@ def _role_of_layer(part: nn.Module) -> str:
         return Role.LAYER if sequences.whole(part) is None else Role.WHOLE
     run = chunks.run_alone(forward)
     if run is None:
-        return half_of(forward, roles_in(forward, part), answers_in(forward, part))
+        return segment_role(forward, roles_in(forward, part), answers_in(forward, part))
     method = getattr(type(part), run[0], None)
     if not isinstance(method, FunctionType):
         return Role.LAYER
@@ -258,7 +258,7 @@ def _role_of_layer(part: nn.Module) -> str:
     return Role.WHOLE if made in split_mlps.wholes else Role.LAYER
 
 
-_WANTED = {Role.PROJECTION, Role.HEAD, Role.WHOLE, Role.SEQUENCE, *Role.ACTIVATIONS}
+_WANTED = {Role.PROJECTION, Role.FIRST, Role.WHOLE, Role.SEQUENCE, *Role.ACTIVATIONS}
 _BY_ROW = {"relu": Role.RELU, "sigmoid": Role.SIGMOID}
 _ROLES = {F.dropout: Role.DROPOUT, F.glu: Role.GLU, torch.square: Role.SQUARE, isinstance: Role.ASKING}
 
@@ -331,22 +331,22 @@ def _rewritten(
         return None, ()
     role = _role_by_text(roles)
 
-    def is_known(site: AnySite) -> bool:
-        site = site.site if isinstance(site, Block) else site
-        if not isinstance(site, Site):
+    def is_known(match: AnyMatch) -> bool:
+        match = match.match if isinstance(match, Block) else match
+        if not isinstance(match, Match):
             return True
-        if site.act.role == Role.SIGMOID:
-            return site.pattern.whole or (site.pattern.gated and not site.pattern.pointwise)  # others gate attention
-        return site.act.role != Role.UNKNOWN
+        if match.act.role == Role.SIGMOID:
+            return match.pattern.whole or (match.pattern.gated and not match.pattern.pointwise)  # others gate attention
+        return match.act.role != Role.UNKNOWN
 
-    def is_unknown(site: AnySite) -> bool:
-        return isinstance(site, Site) and site.act.role == Role.UNKNOWN and not site.pattern.pointwise
+    def is_unknown(match: AnyMatch) -> bool:
+        return isinstance(match, Match) and match.act.role == Role.UNKNOWN and not match.pattern.pointwise
 
-    calls: List[Tuple[AnySite, ast.expr]] = []
+    calls: List[Tuple[AnyMatch, ast.expr]] = []
     planned: Dict[str, Any] = {}
 
-    def replacement(site: AnySite) -> ast.expr:
-        calls.append((site, call_of(memory, function, site, planned)))
+    def replacement(match: AnyMatch) -> ast.expr:
+        calls.append((match, call_of(memory, function, match, planned)))
         return calls[-1][1]
 
     source = effects.readable(function)
@@ -359,30 +359,30 @@ def _rewritten(
         if _worth(there) > _worth(found):
             source, tree, found = other, other_tree, _once(there)
     found += substitution.rewrite_loops(tree, role, replacement)
-    left = substitution.rewrite(copy.deepcopy(tree), role, is_unknown, lambda site: ast.Constant(None))
+    left = substitution.rewrite(copy.deepcopy(tree), role, is_unknown, lambda match: ast.Constant(None))
     made = None
     if found:
         source = copy.deepcopy(source)
         substitution.rewrite(source, role, is_known, replacement, otherwise=True)
         substitution.rewrite_loops(source, role, replacement)
-        computed = [site.site if isinstance(site, Block) else site for site, _ in calls]
-        patterns = [site.pattern for site in computed if isinstance(site, Site)]
+        computed = [match.match if isinstance(match, Block) else match for match, _ in calls]
+        patterns = [match.pattern for match in computed if isinstance(match, Match)]
         names = {**NAMES, **planned}
-        head = head_of(tree, function, found, names, role) if name == "forward" else None
+        first = first_of(tree, function, found, names, role) if name == "forward" else None
         whole = whole_of(tree, function, found, role)
         # A block's MLP may be a module of its own, of any kind, and so may those that run in turn.
-        gated = any(pattern.gated for pattern in patterns) or any(isinstance(site, (Block, Turns)) for site in found)
+        gated = any(pattern.gated for pattern in patterns) or any(isinstance(match, (Block, Turns)) for match in found)
         runs_as_written = shortcut.plain.runs_as_written if shortcut.plain is not None and memory == KEPT else None
         instead = Instead(as_written(name, function), TRACED, memory, runs_as_written, gated)
         conditions = [
-            tuple(branches.conditions_of(tree, node, role) for node in _calls_of(site, calls, tree)) for site in found
+            tuple(branches.conditions_of(tree, node, role) for node in _calls_of(match, calls, tree)) for match in found
         ]
         made = method_of(source, function, names, instead, tuple(found), memory, tuple(conditions), tree)
-        if head is not None:
-            split_mlps.heads[function] = split_mlps.heads[made] = head
+        if first is not None:
+            split_mlps.firsts[function] = split_mlps.firsts[made] = first
         if whole is not None:
             split_mlps.wholes[made] = whole
-    return made, tuple(site.act for site in left)
+    return made, tuple(match.act for match in left)
 
 
 def method_of(
@@ -390,14 +390,14 @@ def method_of(
     function: FunctionType,
     names: Dict[str, Any],
     instead: Instead,
-    sites: Tuple[AnySite, ...],
+    matches: Tuple[AnyMatch, ...],
     memory: str,
     conditions: Tuple[Tuple[branches.Condition, ...], ...] = (),
     fused: Optional[ast.FunctionDef] = None,
 ) -> FunctionType:
     """The fused method that a changed definition makes, known as one; ``fused`` as :func:`function_of` has it."""
     made = function_of(tree, function, names, instead, fused)
-    setattr(made, _SITES, sites)
+    setattr(made, _MATCHES, matches)
     setattr(made, _BRANCHES, conditions)
     setattr(made, _MEMORY, memory)
     _made.add(made)
@@ -425,31 +425,31 @@ def _unchunked(
     return made
 
 
-def _worth(sites: List[AnySite]) -> Tuple[int, int, int]:
+def _worth(matches: List[AnyMatch]) -> Tuple[int, int, int]:
     """Count MLP modules with a block around them, fused products, and MLP modules whose block begins with a norm."""
-    blocks = [site for site in sites if isinstance(site, Block) and isinstance(site.site, Whole)]
+    blocks = [match for match in matches if isinstance(match, Block) and isinstance(match.match, Whole)]
     modules, normed = (
-        {ast.unparse(block.site.module) for block in blocks if block.first is not None or not with_norm}
+        {ast.unparse(block.match.module) for block in blocks if block.first is not None or not with_norm}
         for with_norm in (False, True)
     )
-    products = sum(isinstance(site, Site) and not site.pattern.pointwise for site in _once(sites))
+    products = sum(isinstance(match, Match) and not match.pattern.pointwise for match in _once(matches))
     return len(modules), products, len(normed)
 
 
-def _once(sites: List[AnySite]) -> List[AnySite]:
-    """Sites without those of other branches that have the same parts."""
-    return list({_key(site): site for site in sites}.values())
+def _once(matches: List[AnyMatch]) -> List[AnyMatch]:
+    """Matches without those of other branches that have the same parts."""
+    return list({_key(match): match for match in matches}.values())
 
 
-def _key(site: AnySite) -> Tuple[Any, ...]:
-    computed = site.site if isinstance(site, Block) else site
-    return (type(site), getattr(computed, "pattern", None), *map(ast.unparse, site.parts))
+def _key(match: AnyMatch) -> Tuple[Any, ...]:
+    computed = match.match if isinstance(match, Block) else match
+    return (type(match), getattr(computed, "pattern", None), *map(ast.unparse, match.parts))
 
 
-def _calls_of(site: AnySite, calls: List[Tuple[AnySite, ast.expr]], tree: ast.FunctionDef) -> List[ast.expr]:
+def _calls_of(match: AnyMatch, calls: List[Tuple[AnyMatch, ast.expr]], tree: ast.FunctionDef) -> List[ast.expr]:
     """The nodes that replace a match in a tree, one for each branch."""
     nodes = set(ast.walk(tree))
-    return [node for other, node in calls if node in nodes and _key(other) == _key(site)]
+    return [node for other, node in calls if node in nodes and _key(other) == _key(match)]
 
 
 def _role_by_text(roles: Tuple[Tuple[str, str], ...]) -> RoleOf:
@@ -457,28 +457,28 @@ def _role_by_text(roles: Tuple[Tuple[str, str], ...]) -> RoleOf:
     return lambda node: named.get(ast.unparse(node)) if isinstance(node, (ast.Name, ast.Attribute)) else None
 
 
-# Halves of MLPs.
+# Modules of split MLPs.
 
 
-def half_of(forward: FunctionType, roles: Tuple[Tuple[str, str], ...], answers: branches.Answers) -> str:
-    """The role of modules with this forward, and these callees and conditions in it. What a half hands over, or takes,
-    is made."""
-    role, half = _half_of(forward, roles, answers)
-    if half is not None:
-        (split_mlps.heads if role == Role.HEAD else split_mlps.tails)[forward] = half
+def segment_role(forward: FunctionType, roles: Tuple[Tuple[str, str], ...], answers: branches.Answers) -> str:
+    """The role of modules with this forward, and these callees and conditions in it. What a first module hands over, or
+    a second takes, is made."""
+    role, segment = _segment_of(forward, roles, answers)
+    if segment is not None:
+        (split_mlps.firsts if role == Role.FIRST else split_mlps.seconds)[forward] = segment
     return role
 
 
 @remembered
-def _half_of(
+def _segment_of(
     forward: FunctionType, roles: Tuple[Tuple[str, str], ...], answers: branches.Answers
-) -> Tuple[str, Optional[split_mlps.Half]]:
+) -> Tuple[str, Optional[split_mlps.Segment]]:
     if effects.readable(forward) is None or {Role.PROJECTION, Role.SEQUENCE}.isdisjoint(dict(roles).values()):
         return Role.LAYER, None
     made, _ = _rewritten(forward, "forward", roles, "activations", answers)
     if made is not None:
-        whole, head = Role.WHOLE if made in split_mlps.wholes else Role.LAYER, split_mlps.heads.get(made)
-        return (whole, None) if head is None else (Role.HEAD, head)
+        whole, first = Role.WHOLE if made in split_mlps.wholes else Role.LAYER, split_mlps.firsts.get(made)
+        return (whole, None) if first is None else (Role.FIRST, first)
     tree, role = copy.deepcopy(effects.readable(forward)), _role_by_text(roles)
     start = start_of(tree, role)
     if start is None:
@@ -495,8 +495,8 @@ def _half_of(
     ends = None if ending is None else bool(norm)
     read = read_of(forward, whole, rest)
     rest = function_of(rest, forward, {})
-    half = split_mlps.Half(forward, names, ends, start, function, rest, guards=Guards(read), behind=len(behind))
-    return Role.TAIL, half
+    segment = split_mlps.Segment(forward, names, ends, start, function, rest, guards=Guards(read), behind=len(behind))
+    return Role.SECOND, segment
 
 
 # Sequences.
@@ -506,16 +506,16 @@ def _mlps_in_turn(modules: Dict[str, nn.Module]) -> List[FoundMLP]:
     found, parts = [], list(modules.items())
     for index in range(len(parts) - 1):
         (name, first), (_, act) = parts[index : index + 2]
-        is_head, is_glu = role_of(first) == Role.HEAD, type(act) is nn.GLU
-        if not is_head and (role_of(first) != Role.PROJECTION or not _is_activation(act)):
+        is_first, is_glu = role_of(first) == Role.FIRST, type(act) is nn.GLU
+        if not is_first and (role_of(first) != Role.PROJECTION or not _is_activation(act)):
             continue
-        rest = parts[index + (1 if is_head else 2) :]
+        rest = parts[index + (1 if is_first else 2) :]
         passing = list(itertools.takewhile(lambda item: role_of(item[1]) == Role.PASSING, rest))
         last, *after = rest[len(passing) :][:2] or [(None, None)]
         is_mlp = role_of(last[1]) == Role.PROJECTION and not any(_is_activation(part) for _, part in after)
-        if is_mlp and is_head:
+        if is_mlp and is_first:
             found.append(mlp_behind(name, first, dict(passing), dict([last])))
-        elif not is_head:
+        elif not is_first:
             act = forms.glu(act) if is_glu else act
             pattern = sequences.pattern_of(is_mlp, is_glu, KEPT)
             found.append(FoundMLP(pattern, dict([(name, first), *([last] * is_mlp)]), act, dict(passing * is_mlp)))
@@ -524,7 +524,7 @@ def _mlps_in_turn(modules: Dict[str, nn.Module]) -> List[FoundMLP]:
 
 def _is_whole(modules: Dict[str, nn.Module]) -> bool:
     """True if modules that run one after the other are exactly one MLP."""
-    return bool(_mlps_in_turn(modules)) and sequences.is_whole(tuple(modules.values()))  # the first learns of heads
+    return bool(_mlps_in_turn(modules)) and sequences.is_whole(tuple(modules.values()))  # the first learns of firsts
 
 
 def _is_activation(part: nn.Module) -> bool:

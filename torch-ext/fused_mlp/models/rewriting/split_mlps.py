@@ -1,4 +1,4 @@
-"""Classification of a rewritten forward: a head (the first module of a two-module MLP) or a whole MLP (``halves``)."""
+"""Classification of a rewritten forward: the first module of a split MLP, or a whole MLP (``running.split_mlps``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import FunctionType, ModuleType
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
-from ..matching.matches import AnySite, Site, Turns
+from ..matching.matches import AnyMatch, Match, Turns
 from ..matching.roles import Role, RoleOf
 from ..matching.search import returned
 from ..methods.functions import function_of
@@ -25,36 +25,37 @@ from .fused_calls import arguments_of, name_of_pattern
 _NOTHING = ast.parse("def nothing(): pass").body[0]
 
 
-def head_of(
-    tree: ast.FunctionDef, forward: FunctionType, found: List[AnySite], names: Dict[str, Any], role: RoleOf
-) -> Optional[split_mlps.Half]:
-    """The half that a rewritten forward hands over as a head; None if it does more with its result than return it."""
-    site, arguments = found[0], [*tree.args.posonlyargs, *tree.args.args]
-    is_hidden = isinstance(site, Site) and not (site.pattern.pointwise or site.pattern.whole)
+def first_of(
+    tree: ast.FunctionDef, forward: FunctionType, found: List[AnyMatch], names: Dict[str, Any], role: RoleOf
+) -> Optional[split_mlps.Segment]:
+    """The segment that a rewritten forward hands over as a first module; None if it does more with its result than
+    return it."""
+    match, arguments = found[0], [*tree.args.posonlyargs, *tree.args.args]
+    is_hidden = isinstance(match, Match) and not (match.pattern.pointwise or match.pattern.whole)
     if not is_hidden or len(found) > 1 or len(arguments) != 2 or not _is_returned(tree):
         return None
-    tree, site = copy.deepcopy((tree, site))
+    tree, match = copy.deepcopy((tree, match))
     call, behind = returned(tree, role)
-    is_alone = call is not None and not behind and ast.unparse(site.inputs[0]) == arguments[1].arg
+    is_alone = call is not None and not behind and ast.unparse(match.inputs[0]) == arguments[1].arg
     if is_alone:
         tree.body = [ast.copy_location(ast.Return(call), tree.body[-1])]
     for node in [node for node in ast.walk(tree) if isinstance(node, ast.Call) and is_name(node.func, "@fused")]:
-        node.args = arguments_of(site)
-    whole = {name_of_pattern(site.pattern): replace(site.pattern, whole=True), "@fused": split_mlps.Pending}
-    called = (site.act.callee,) if site.act.is_callee else ()
-    parts = names_of((*called, *site.projections), forward) if called and is_alone else None
-    own = None if parts is None else (whole[name_of_pattern(site.pattern)], parts)
+        node.args = arguments_of(match)
+    whole = {name_of_pattern(match.pattern): replace(match.pattern, whole=True), "@fused": split_mlps.Pending}
+    called = (match.act.callee,) if match.act.is_callee else ()
+    parts = names_of((*called, *match.projections), forward) if called and is_alone else None
+    own = None if parts is None else (whole[name_of_pattern(match.pattern)], parts)
     known = {**names, **whole}
     only_handing_on = _only_handing_on(copy.deepcopy(tree), forward, role)
-    asks_nothing = is_name(site.inputs[0], arguments[1].arg) and len(uses(only_handing_on, arguments[1].arg)) == 1
+    asks_nothing = is_name(match.inputs[0], arguments[1].arg) and len(uses(only_handing_on, arguments[1].arg)) == 1
     is_sure = asks_nothing and all(_may_run_again(statement, role) for statement in only_handing_on.body)
     before_a_norm = function_of(only_handing_on, forward, known) if is_sure else None
     function, read = function_of(tree, forward, known), read_of(forward, tree, only_handing_on)
-    return split_mlps.Half(forward, own, None, site, function, before_a_norm=before_a_norm, guards=Guards(read))
+    return split_mlps.Segment(forward, own, None, match, function, before_a_norm=before_a_norm, guards=Guards(read))
 
 
 def _only_handing_on(tree: ast.FunctionDef, forward: FunctionType, role: RoleOf) -> ast.FunctionDef:
-    """A head's code that returns None in branches in which it hands nothing over."""
+    """A first module's code that returns None in branches in which it hands nothing over."""
     tree.body = [statement for statement in body_of(tree) if not _is_skipped(statement, tree.args, forward)]
     for node in list(ast.walk(tree)):
         for branch in (node.body, node.orelse) if isinstance(node, ast.If) else ():
@@ -93,51 +94,51 @@ def _is_returned(tree: ast.FunctionDef) -> bool:
 
 
 def whole_of(
-    tree: ast.FunctionDef, forward: FunctionType, found: List[AnySite], role: RoleOf
-) -> Optional[split_mlps.Half]:
+    tree: ast.FunctionDef, forward: FunctionType, found: List[AnyMatch], role: RoleOf
+) -> Optional[split_mlps.Segment]:
     """The MLP that a forward that was rewritten is, if it does no more than one fused call of linear layers, and may
     pass its result on."""
-    site, arguments = found[0], [*tree.args.posonlyargs, *tree.args.args]
-    if isinstance(site, Turns):
-        return _whole_in_turn(tree, forward, site, role)
+    match, arguments = found[0], [*tree.args.posonlyargs, *tree.args.args]
+    if isinstance(match, Turns):
+        return _whole_in_turn(tree, forward, match, role)
     call, behind = returned(tree, role)
-    is_mlp = isinstance(site, Site) and site.pattern.whole and (site.act.is_callee or site.act.form == "factor")
+    is_mlp = isinstance(match, Match) and match.pattern.whole and (match.act.is_callee or match.act.form == "factor")
     if not is_mlp or call is None or ast.unparse(call.func) != "@fused" or len(arguments) != 2:
         return None
-    if ast.unparse(site.inputs[0]) != arguments[1].arg:
+    if ast.unparse(match.inputs[0]) != arguments[1].arg:
         return None
-    passing = (*site.between, *behind)
+    passing = (*match.between, *behind)
     casts = [forwards.cast for node in passing if isinstance(node, ast.Lambda)]
     dropouts = [node for node in passing if isinstance(node, ast.IfExp)]
     modules = [node for node in passing if not isinstance(node, (ast.Lambda, ast.IfExp))]
-    find = _function if site.act.is_callee else _factor
-    act, unchanged = find(site.act.callee, forward) or (None, ())
-    parts = names_of((*(() if unchanged else (site.act.callee,)), *site.projections, *modules), forward)
+    find = _function if match.act.is_callee else _factor
+    act, unchanged = find(match.act.callee, forward) or (None, ())
+    parts = names_of((*(() if unchanged else (match.act.callee,)), *match.projections, *modules), forward)
     if parts is None or any(names_of((node.test,), forward) != ("training",) for node in dropouts):
         return None
     parts = (act, *parts, *casts) if unchanged else (*parts, *casts)
-    names = split_mlps.Parts(site.pattern, parts, len(site.projections), bool(dropouts))
+    names = split_mlps.Parts(match.pattern, parts, len(match.projections), bool(dropouts))
     guards = Guards((*read_of(forward, _NOTHING), *unchanged))
     last = 0 if casts or dropouts else len(behind)
-    return split_mlps.Half(forward, names, None, site, guards=guards, behind=last)
+    return split_mlps.Segment(forward, names, None, match, guards=guards, behind=last)
 
 
 def _whole_in_turn(
-    tree: ast.FunctionDef, forward: FunctionType, site: Turns, role: RoleOf
-) -> Optional[split_mlps.Half]:
+    tree: ast.FunctionDef, forward: FunctionType, match: Turns, role: RoleOf
+) -> Optional[split_mlps.Segment]:
     """The same of a forward that runs children in turn, which are an MLP together.
 
     It may have more arguments, which a call as a block's MLP does not give.
     """
-    arguments, modules = [*tree.args.posonlyargs, *tree.args.args], names_of((site.modules,), forward)
+    arguments, modules = [*tree.args.posonlyargs, *tree.args.args], names_of((match.modules,), forward)
     taken = copy.copy(tree)
     taken.body = [statement for statement in body_of(tree) if not _is_skipped(statement, tree.args, forward)]
     call, behind = returned(taken, role)
     is_alone = call is not None and is_name(call.func, "@in turn") and not behind and len(arguments) == 2
-    if not is_alone or modules is None or tree.args.kwonlyargs or site.x.id != arguments[1].arg:
+    if not is_alone or modules is None or tree.args.kwonlyargs or match.x.id != arguments[1].arg:
         return None
-    turns = None, modules[0], sequences.known, split_mlps.heads, forwards.PLAIN
-    return split_mlps.Half(forward, turns, None, site, guards=Guards(read_of(forward, _NOTHING)))
+    turns = None, modules[0], sequences.known, split_mlps.firsts, forwards.PLAIN
+    return split_mlps.Segment(forward, turns, None, match, guards=Guards(read_of(forward, _NOTHING)))
 
 
 def _is_skipped(statement: ast.stmt, arguments: ast.arguments, forward: FunctionType) -> bool:

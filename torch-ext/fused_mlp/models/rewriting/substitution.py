@@ -1,6 +1,6 @@
 """Puts fused calls in the place of what they compute, in the source of a function.
 
-A site is given up wherever taking the statements of its parts together could change what the function computes, or the
+A match is given up wherever taking the statements of its parts together could change what the function computes, or the
 order in which it calls modules, whatever its arguments are.
 """
 
@@ -11,9 +11,9 @@ import itertools
 from typing import Callable, Iterator, List, Optional, Set, Tuple
 
 from ..matching import casts
-from ..matching.matches import AnySite, Block, Site, Turns
+from ..matching.matches import AnyMatch, Block, Match, Turns
 from ..matching.roles import Role, RoleOf, asking, harmless_calls, is_call
-from ..matching.search import matches
+from ..matching.search import matches_of
 from ..reading.effects import bound, is_harmless, is_plain, is_reached, uses
 from ..reading.names import SIMPLE, Place, Value, assignment, blocks, expressions, is_name, reads_of
 
@@ -23,11 +23,11 @@ _BINDING = (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
 def rewrite(
     function: ast.FunctionDef,
     role: RoleOf,
-    wanted: Callable[[AnySite], bool],
-    replacement: Callable[[AnySite], ast.expr],
+    wanted: Callable[[AnyMatch], bool],
+    replacement: Callable[[AnyMatch], ast.expr],
     otherwise: bool = False,
-) -> List[AnySite]:
-    """Put ``replacement(site)`` in the place of every wanted site of ``function``, and return these sites.
+) -> List[AnyMatch]:
+    """Put ``replacement(match)`` in the place of every wanted match of ``function``, and return these matches.
 
     ``otherwise``: where that gives None, the statements that stood there run, with what is smaller in them replaced:
     the MLP of a block, the first layer of an MLP, and the product of an activation.
@@ -38,48 +38,48 @@ def rewrite(
         rewriter.rewrite(block, wanted)
     arguments = {part.arg for part in ast.walk(function.args) if isinstance(part, ast.arg)}  # are local in any case
     _keep_local(function, local - _bound_in_body(function) - arguments)
-    return rewriter.sites
+    return rewriter.matches
 
 
 class _Rewriter:
     def __init__(
-        self, function: ast.FunctionDef, role: RoleOf, replacement: Callable[[AnySite], ast.expr], otherwise: bool
+        self, function: ast.FunctionDef, role: RoleOf, replacement: Callable[[AnyMatch], ast.expr], otherwise: bool
     ) -> None:
         self._function, self._role, self._replacement, self._otherwise = function, role, replacement, otherwise
-        self.sites: List[AnySite] = []
+        self.matches: List[AnyMatch] = []
         self._left: Set[ast.AST] = set()  # expressions that run where their replacement gives None
         self._names = (f"@value {number}" for number in itertools.count())  # no source spells them
 
-    def rewrite(self, block: List[ast.stmt], wanted: Callable[[AnySite], bool]) -> None:
+    def rewrite(self, block: List[ast.stmt], wanted: Callable[[AnyMatch], bool]) -> None:
         casts.as_values(block, asking(self._role))
         index = len(block) - 1
         while index >= 0:
             place = Place(self._function, block, index)
-            found = (each for each in _sites(place, self._role, wanted) if each[1] not in self._left)
-            site, node, absorbed = next(found, (None, None, ()))
-            if site is None:
+            found = (each for each in _matches_in(place, self._role, wanted) if each[1] not in self._left)
+            match, node, absorbed = next(found, (None, None, ()))
+            if match is None:
                 index -= 1
                 continue
-            self.sites.append(site)
-            statements, body = self._made(block, index, site, node, absorbed)
+            self.matches.append(match)
+            statements, body = self._made(block, index, match, node, absorbed)
             block[index : index + 1] = statements
             for k in sorted(absorbed, reverse=True):
                 del block[k]
             index += len(statements) - 1 - len(absorbed)
             if body:
-                self._within(body, lambda other, site=site: _is_smaller(other, site) and wanted(other))
+                self._within(body, lambda other, match=match: _is_smaller(other, match) and wanted(other))
 
-    def _within(self, body: List[ast.stmt], wanted: Callable[[AnySite], bool]) -> None:
-        """Rewrite the statements of a site that is not fused; what is in them is no site of its own."""
-        sites = len(self.sites)
+    def _within(self, body: List[ast.stmt], wanted: Callable[[AnyMatch], bool]) -> None:
+        """Rewrite the statements of a match that is not fused; what is in them is no match of its own."""
+        matches = len(self.matches)
         self.rewrite(body, wanted)
-        del self.sites[sites:]
+        del self.matches[matches:]
 
     def _made(
-        self, block: List[ast.stmt], index: int, site: AnySite, node: ast.expr, absorbed: Set[int]
+        self, block: List[ast.stmt], index: int, match: AnyMatch, node: ast.expr, absorbed: Set[int]
     ) -> Tuple[List[ast.stmt], List[ast.stmt]]:
-        """Return the statements that take the place of one, and of these those that run where its site is not fused."""
-        call, statement = self._replacement(site), block[index]
+        """The statements that take the place of one, and of these those that run where its match is not fused."""
+        call, statement = self._replacement(match), block[index]
         if isinstance(call, ast.IfExp):  # which product it is, is told by the size of one factor
             self._left.add(call.orelse)
         if not self._otherwise or isinstance(call, ast.IfExp):
@@ -87,7 +87,7 @@ class _Rewriter:
         values, made = next(self._names), []
         originals = [block[k] for k in sorted(absorbed)]
         hoisted = bool(absorbed) or is_reached(node, statement, harmless_calls(self._role))
-        for part in (part for part in site.parts if not is_plain(part) and _holds([*originals, node], part)):
+        for part in (part for part in match.parts if not is_plain(part) and _holds([*originals, node], part)):
             name = next(self._names)  # evaluated once, whichever way is taken
             value = _assigned(name, part) if hoisted else ast.NamedExpr(ast.Name(name, ast.Store()), part)
             made += [value] if hoisted else []
@@ -108,15 +108,15 @@ class _Rewriter:
         return [*made, replace(statement, node, ast.Name(values, ast.Load()))], body
 
 
-def _is_smaller(site: AnySite, than: AnySite) -> bool:
+def _is_smaller(match: AnyMatch, than: AnyMatch) -> bool:
     """True for an MLP in the code of its block, and for a part of an MLP."""
     if isinstance(than, Block):
-        return not isinstance(site, Block)
-    return isinstance(site, Site) and not site.pattern.whole and (site.pattern.pointwise or _is_whole(than))
+        return not isinstance(match, Block)
+    return isinstance(match, Match) and not match.pattern.whole and (match.pattern.pointwise or _is_whole(than))
 
 
-def _is_whole(site: AnySite) -> bool:
-    return isinstance(site, Site) and site.pattern.whole
+def _is_whole(match: AnyMatch) -> bool:
+    return isinstance(match, Match) and match.pattern.whole
 
 
 def _holds(nodes: List[ast.AST], part: ast.expr) -> bool:
@@ -141,39 +141,39 @@ def _keep_local(function: ast.FunctionDef, names: Set[str]) -> None:
         function.body.append(never)
 
 
-def _sites(
-    place: Place, role: RoleOf, wanted: Callable[[AnySite], bool]
-) -> Iterator[Tuple[AnySite, ast.expr, Set[int]]]:
-    """The sites in a statement, the outermost first, and the statements that each takes in."""
+def _matches_in(
+    place: Place, role: RoleOf, wanted: Callable[[AnyMatch], bool]
+) -> Iterator[Tuple[AnyMatch, ast.expr, Set[int]]]:
+    """The matches in a statement, the outermost first, and the statements that each takes in."""
     if not isinstance(place.block[place.index], SIMPLE):
         return
     for node in expressions(place.block[place.index]):
-        for site in matches(Value(node, place), role):
-            absorbed = _absorbed(site, node, place, role) if wanted(site) else None
+        for match in matches_of(Value(node, place), role):
+            absorbed = _absorbed(match, node, place, role) if wanted(match) else None
             if absorbed is not None:
-                yield site, node, absorbed
+                yield match, node, absorbed
 
 
-def _absorbed(site: AnySite, node: ast.expr, place: Place, role: RoleOf) -> Optional[Set[int]]:
-    """The statements that a site makes superfluous; None if it must not be where it is, or they are needed."""
-    if any(isinstance(each, _BINDING) for part in site.parts for each in ast.walk(part)):
+def _absorbed(match: AnyMatch, node: ast.expr, place: Place, role: RoleOf) -> Optional[Set[int]]:
+    """The statements that a match makes superfluous; None if it must not be where it is, or they are needed."""
+    if any(isinstance(each, _BINDING) for part in match.parts for each in ast.walk(part)):
         return None
-    absorbed, served, followed = set(), set(), {name.id for name in site.read}
+    absorbed, served, followed = set(), set(), {name.id for name in match.read}
     for index in range(place.index):
         there = Place(place.function, place.block, index)
         reads = {name: reads_of(name, there) for name in bound(place.block[index])}
         if any(read is None and name in followed for name, read in reads.items()):
             return None
-        if any(read is not None and read & site.read for read in reads.values()):
-            if any(read is None or not read <= site.read for read in reads.values()):
+        if any(read is not None and read & match.read for read in reads.values()):
+            if any(read is None or not read <= match.read for read in reads.values()):
                 return None
             absorbed.add(index)
             served.update(*reads.values())
-    if served != site.read:
+    if served != match.read:
         return None
     if not absorbed:
         return absorbed
-    needed = {name.id for part in site.parts for name in ast.walk(part) if isinstance(name, ast.Name)}
+    needed = {name.id for part in match.parts for name in ast.walk(part) if isinstance(name, ast.Name)}
     for index in range(min(absorbed), place.index):
         if index not in absorbed:
             statement = place.block[index]
@@ -217,14 +217,14 @@ class _Taken(ast.NodeTransformer):
 
 
 def rewrite_loops(function: ast.FunctionDef, role: RoleOf, replacement: Callable[[Turns], ast.expr]) -> List[Turns]:
-    """Put an assignment of ``replacement(site)`` in the place of every such loop over a sequence with MLPs in it."""
+    """Put an assignment of ``replacement(match)`` in the place of every such loop over a sequence with MLPs in it."""
     found: List[Turns] = []
     for block in list(blocks(function)):
         for index, statement in enumerate(block):
-            site = _turns(statement, function, role)
-            if site is not None:
-                found.append(site)
-                made = ast.Assign([ast.Name(site.x.id, ast.Store())], replacement(site))
+            match = _turns(statement, function, role)
+            if match is not None:
+                found.append(match)
+                made = ast.Assign([ast.Name(match.x.id, ast.Store())], replacement(match))
                 block[index] = ast.copy_location(made, statement)
     return found
 

@@ -43,13 +43,13 @@ def _fused_method(method: FunctionType) -> FunctionType:
     return forward
 
 
-def obstacle(module: nn.Module) -> Optional[str]:
+def refusal(module: nn.Module) -> Optional[str]:
     """The reason why such a layer runs as it was written in its present state; None if it is one op."""
     state = adapters.of_state(module)
     if state is not None:
         return state
     is_active = adapters.layer_of(module).adapter is not None
-    return refusals.of_surroundings() if is_active else "no adapter that is active"
+    return refusals.of_global_state() if is_active else "no adapter that is active"
 
 
 def _product(module: nn.Module, x: Tensor) -> Optional[Tensor]:

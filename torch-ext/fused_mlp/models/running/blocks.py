@@ -10,7 +10,7 @@ from . import forwards, plans, sequences, shortcut, split_mlps
 
 _plain = shortcut.plain
 _forward = nn.Sequential.forward
-_sequences = dict.fromkeys((_forward, *sequences.SEQUENTIAL.values()), split_mlps.Half(_forward, None, None, None))
+_sequences = dict.fromkeys((_forward, *sequences.SEQUENTIAL.values()), split_mlps.Segment(_forward, None, None, None))
 
 
 def block(

@@ -66,9 +66,9 @@ def name_of(module: nn.Module) -> str:
     return "LayerNorm" if norms.known[type(module)].code == norms.LAYER else "RMSNorm"
 
 
-def obstacle(module: nn.Module) -> Optional[str]:
+def refusal(module: nn.Module) -> Optional[str]:
     """The reason why a fused norm runs its original forward in its present state; None if it is one op."""
     weight = module._parameters.get(norms.known[type(module)].weight)
     if type(weight) is not nn.Parameter or weight.is_meta:
         return None if type(weight) is nn.Parameter else f"a weight of type {type(weight).__name__}"
-    return refusals.of_surroundings() or native.refusal("norm_forward", weight)
+    return refusals.of_global_state() or native.refusal("norm_forward", weight)

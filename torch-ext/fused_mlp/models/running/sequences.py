@@ -59,7 +59,7 @@ def in_turn(memory: str, modules: Iterable[nn.Module], x: Tensor) -> Tensor:
         is_compiled = shortcut.plain is not None and memory == training.KEPT and not shortcut.is_traced()
         is_left = not shortcut.is_grad_enabled() and modules.training and shortcut.is_as_recorded(modules, x)
         if is_compiled and not is_left:
-            found = shortcut.plain.in_turn(modules, x, known, split_mlps.heads, PLAIN)
+            found = shortcut.plain.in_turn(modules, x, known, split_mlps.firsts, PLAIN)
             if type(found) is tuple:
                 pattern, operands = found
                 found = shortcut.recorded_or_packed(pattern, *operands)
@@ -111,7 +111,7 @@ class Whole(NamedTuple):
 
 
 def whole(module: nn.Sequential) -> Optional[Whole]:
-    """The MLP that a sequence is by the classes of its parts; None if it is none or its first part is a head."""
+    """The MLP that a sequence is by the classes of its parts; None if it is none or begins with a first module."""
     parts = tuple(module._modules.values())
     if not is_whole(parts) or _places(parts)[0].act is None:
         return None
@@ -129,8 +129,8 @@ def is_whole(parts: Tuple[nn.Module, ...]) -> bool:
 class _Place(NamedTuple):
     """The indices of an MLP among parts: its first linear layer, the activation behind it, its second linear layer.
 
-    ``second`` is None if there is only the first layer, ``act`` if the first part is a head. ``is_glu``: the activation
-    is nn.GLU.
+    ``second`` is None if there is only the first layer, ``act`` if the first part is a first module. ``is_glu``: the
+    activation is nn.GLU.
     """
 
     first: int
@@ -153,18 +153,18 @@ def _places(parts: Tuple[nn.Module, ...]) -> Tuple[_Place, ...]:
 def _found_places(parts: Tuple[nn.Module, ...]) -> Iterator[_Place]:
     index = 0
     while index < len(parts):
-        is_head = split_mlps.is_head(type(parts[index]))
-        act = None if is_head else index + 1
-        if not is_head and (not _is_layer(parts[index]) or not _is_activation(parts[act : act + 1])):
+        is_first = split_mlps.is_first(type(parts[index]))
+        act = None if is_first else index + 1
+        if not is_first and (not _is_layer(parts[index]) or not _is_activation(parts[act : act + 1])):
             index += 1
             continue
-        last = index if is_head else act
+        last = index if is_first else act
         second = _behind_passing(parts, last + 1)
         is_mlp = second < len(parts) and _is_layer(parts[second])
         # A second layer with an activation of its own begins the next MLP.
         is_mlp = is_mlp and not _is_activation(parts[second + 1 : second + 2])
-        if is_mlp or not is_head:
-            yield _Place(index, act, second if is_mlp else None, not is_head and type(parts[act]) is nn.GLU)
+        if is_mlp or not is_first:
+            yield _Place(index, act, second if is_mlp else None, not is_first and type(parts[act]) is nn.GLU)
         index = (second if is_mlp else last) + 1
 
 

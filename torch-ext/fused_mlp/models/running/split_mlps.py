@@ -1,10 +1,11 @@
-"""MLPs whose halves are two modules of a third: BERT's intermediate and output, and their like.
+"""MLPs whose segments are two modules of a third: BERT's intermediate and output, and their like.
 
-A head computes hidden values, ``act(projection(x))``, and nothing else; a tail begins with the last projection of what
-it is given. Where a module's code hands what comes out of a head to a tail and to nothing else, the two run as one
-fused call: the head hands over its parts in place of hidden values, and the tail's own code goes on behind the
-projection. That skips the calls of two modules, so whatever such a call does beyond the forward that was read, the two
-are called one after the other, as the code says. A linear layer behind a head, in a sequence, is a tail too.
+A first module computes hidden values, ``act(projection(x))``, and nothing else; a second module begins with the last
+projection of what it is given. Where a module's code hands what comes out of a first module to a second module and to
+nothing else, the two run as one fused call: the first module hands over its parts in place of hidden values, and the
+second module's own code goes on behind the projection. That skips the calls of two modules, so whatever such a call
+does beyond the forward that was read, the two are called one after the other, as the code says. A linear layer behind a
+first module, in a sequence, is a second module too.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _backward_hooks, _backward_pre_hooks = _torch_module._global_backward_hooks, _to
 
 
 class Pending(NamedTuple):
-    """The result of a head: the pattern of the whole MLP and its operands up to the activation."""
+    """The result of a first module: the pattern of the whole MLP and its operands up to the activation."""
 
     pattern: Pattern
     x: Tensor
@@ -54,21 +55,24 @@ class Parts(NamedTuple):
     method: Optional[Tuple[str, FunctionType, FunctionType]] = None
 
 
-class Half(NamedTuple):
-    """A head or a tail: the forward of a class, what was found in it, and the function that was made of it.
+class Segment(NamedTuple):
+    """A first module or a second module: the forward of a class, what was found in it, and the function that was made
+    of it.
 
-    A head's takes the module and x, and returns :class:`Pending`, or hidden values in branches without an MLP; a tail's
-    is its forward, given the former as hidden values. A module that is a whole MLP, and no more, has none.
+    A first module's takes the module and x, and returns :class:`Pending`, or hidden values in branches without an MLP;
+    a second module's is its forward, given the former as hidden values. A module that is a whole MLP, and no more, has
+    none.
 
-    ``names``, where the parts are children of the module under names: of a head (pattern of the whole MLP, (activation,
-    projections)); of a whole MLP :class:`Parts`; of a tail its projection, the modules that may hand on what they are
-    given, and the norm that ``ending`` tells of. For a module that runs the modules of a list one after the other,
-    which are one MLP, it is (None, the name of the list, ``sequences.known``, ``heads``, the pattern of an MLP without
-    a gate). ``rest`` is a tail's forward from behind its projection on, given the result of that, where its parts have
-    names. ``ending`` is whether a norm follows, where the rest is a sum with the tail's other argument.
-    ``before_a_norm`` is a head's ``function`` for a call whose x has yet to go through a norm: it does nothing with x
-    but to hand it over, and returns None in branches without an MLP. ``behind``: how many parts, the last of those that
-    hand on what they are given, come behind a tail's projection, or the last one of a whole MLP.
+    ``names``, where the parts are children of the module under names: of a first module (pattern of the whole MLP,
+    (activation, projections)); of a whole MLP :class:`Parts`; of a second module its projection, the modules that may
+    hand on what they are given, and the norm that ``ending`` tells of. For a module that runs the modules of a list one
+    after the other, which are one MLP, it is (None, the name of the list, ``sequences.known``, ``firsts``, the pattern
+    of an MLP without a gate). ``rest`` is a second module's forward from behind its projection on, given the result of
+    that, where its parts have names. ``ending`` is whether a norm follows, where the rest is a sum with the second
+    module's other argument. ``before_a_norm`` is a first module's ``function`` for a call whose x has yet to go through
+    a norm: it does nothing with x but to hand it over, and returns None in branches without an MLP. ``behind``: how
+    many parts, the last of those that hand on what they are given, come behind a second module's projection, or the
+    last one of a whole MLP.
     """
 
     forward: FunctionType
@@ -83,114 +87,119 @@ class Half(NamedTuple):
 
 
 # By forwards, those of fused modules too; of whole MLPs those of fused modules alone: others are called.
-heads: Dict[Callable[..., Any], Half] = {}
-tails: Dict[Callable[..., Any], Half] = {}
-wholes: Dict[Callable[..., Any], Half] = {}
+firsts: Dict[Callable[..., Any], Segment] = {}
+seconds: Dict[Callable[..., Any], Segment] = {}
+wholes: Dict[Callable[..., Any], Segment] = {}
 
 
-def joined_children(memory: str, owner: nn.Module, names: Tuple[str, str], x: Tensor, *rest: Any, **named: Any) -> Any:
-    """:func:`joined` of the children of a module under these names."""
+def split_mlp_of_children(
+    memory: str, owner: nn.Module, names: Tuple[str, str], x: Tensor, *rest: Any, **named: Any
+) -> Any:
+    """:func:`split_mlp` of the children of a module under these names."""
     is_off = not shortcut.is_grad_enabled() and owner.training
     if _plain is not None:
         given = () if named else rest
         if is_off and shortcut.is_as_recorded(owner, x):
-            found = training.as_recorded(lambda new: _joined(memory, owner, names, new, x, given), x)
+            found = training.as_recorded(lambda new: _split_mlp_of_children(memory, owner, names, new, x, given), x)
         else:
-            found = _joined(memory, owner, names, x, x, given)
+            found = _split_mlp_of_children(memory, owner, names, x, x, given)
         if found is not None:
             if type(found) is not tuple:
                 return found
-            result, half, tail = found
-            return half.rest(tail, result, *rest, **named)
-    tail, head = (getattr(owner, name) for name in names)
-    return joined(memory, tail, head, x, *rest, **named)
+            result, segment, second = found
+            return segment.rest(second, result, *rest, **named)
+    second, first = (getattr(owner, name) for name in names)
+    return split_mlp(memory, second, first, x, *rest, **named)
 
 
-def _joined(
+def _split_mlp_of_children(
     memory: str, owner: nn.Module, names: Tuple[str, str], x: Tensor, old: Tensor, rest: Tuple[Any, ...]
 ) -> Any:
-    """The result of two halves, or of the MLP alone with the half and the module of the tail; None if none is known.
+    """The result of two segments, or of the MLP alone with the segment and the module of the second module; None if
+    none is known.
 
     ``old`` stands for x among the ``rest``.
     """
-    found = _plain.joined(heads, tails, owner, names, x, tuple([x if each is old else each for each in rest]))
+    found = _plain.split_mlp(firsts, seconds, owner, names, x, tuple([x if each is old else each for each in rest]))
     if type(found) is not tuple or type(found[0]) is not Pattern:
         return found
     pattern, *others = found
     return shortcut.of_operands(pattern if memory == training.KEPT else replace(pattern, memory=memory), *others)
 
 
-def joined(memory: str, tail: nn.Module, head: nn.Module, x: Tensor, *rest: Any, **named: Any) -> Any:
-    """``tail(head(x), *rest, **named)``; ``memory``: what training keeps. None where the two have to be called."""
-    last = running(tail, tails)
-    handed = None if type(last) is str else _handed(memory, head, x)
+def split_mlp(memory: str, second: nn.Module, first: nn.Module, x: Tensor, *rest: Any, **named: Any) -> Any:
+    """``second(first(x), *rest, **named)``; ``memory``: what training keeps. None where the two have to
+    be called."""
+    last = running(second, seconds)
+    handed = None if type(last) is str else _handed(memory, first, x)
     if type(handed) is Pending:
-        return last.function(tail, handed, *rest, **named) if _is_taken(handed) else None
-    return None if handed is None else tail(handed, *rest, **named)
+        return last.function(second, handed, *rest, **named) if _is_taken(handed) else None
+    return None if handed is None else second(handed, *rest, **named)
 
 
 def followed(
-    memory: str, head: nn.Module, between: Tuple[nn.Module, ...], projection: nn.Module, x: Tensor
+    memory: str, first: nn.Module, between: Tuple[nn.Module, ...], projection: nn.Module, x: Tensor
 ) -> Optional[Tensor]:
-    """``projection(...(head(x)))``, with dropouts and identities between; None where these have to be called.
+    """``projection(...(first(x)))``, with dropouts and identities between; None where these have to be called.
 
     ``memory``: what training keeps.
     """
     if adapters.of_projection(projection) is not None or not forwards.passes(between, x, projection):
         return None
-    handed = _handed(memory, head, x)
+    handed = _handed(memory, first, x)
     if type(handed) is Pending:
         return finished(handed, projection, between)
     return None if handed is None else forwards.second_half(handed, between, projection)
 
 
 def _is_taken(pending: Pending) -> bool:
-    """True if nothing is known that keeps the parts of a head from being one op with a projection."""
+    """True if nothing is known that keeps the parts of a first module from being one op with a projection."""
     return forms.row_of(pending.act) is not None and all(
         adapters.of_projection(each) is None for each in pending.projections
     )
 
 
-def _handed(memory: str, head: nn.Module, x: Tensor) -> Union[Pending, Tensor, None]:
-    """The result of a head for its tail; None if the module is no head or its call does more than its forward.
+def _handed(memory: str, first: nn.Module, x: Tensor) -> Union[Pending, Tensor, None]:
+    """The result of a first module for its second module; None if the module is no first module or its call does more
+    than its forward.
 
-    It is a tensor of hidden values if the head takes a branch without an MLP.
+    It is a tensor of hidden values if the first module takes a branch without an MLP.
     """
-    half = running(head, heads)
-    if type(half) is str or _are_watched():
+    segment = running(first, firsts)
+    if type(segment) is str or _are_watched():
         return None
-    handed = half.function(head, x)
+    handed = segment.function(first, x)
     if memory != training.KEPT and type(handed) is Pending:
         handed = handed._replace(pattern=replace(handed.pattern, memory=memory))
     return handed
 
 
 def finished(pending: Pending, projection: nn.Module, between: Sequence[Any]) -> Tensor:
-    """The result of the projection that a tail begins with."""
+    """The result of the projection that a second module begins with."""
     pattern, x, projections, act = pending
     found = shortcut.fused_parts(pattern, x, (*projections, projection), act, between)
     return forwards.called(pattern, x, (*projections, projection), act, between) if found is None else found
 
 
-def is_head(kind: type) -> bool:
-    """True if the forward of a class is that of a head."""
+def is_first(kind: type) -> bool:
+    """True if the forward of a class is that of a first module."""
     forward = getattr(kind, "forward", None)
-    return type(forward) is FunctionType and forward in heads
+    return type(forward) is FunctionType and forward in firsts
 
 
-def running(part: Any, halves: Dict[Callable[..., Any], Half]) -> Union[Half, str]:
-    """The half that calling a module runs, and nothing else; or what else it does, as a noun phrase."""
+def running(part: Any, segments: Dict[Callable[..., Any], Segment]) -> Union[Segment, str]:
+    """The segment that calling a module runs, and nothing else; or what else it does, as a noun phrase."""
     kind = type(part)
     forward = getattr(kind, "forward", None)
     own = own_method(part, "forward") if isinstance(part, nn.Module) else None
     mark = state_of(part).get(FUSED) if own in written else None
-    half = halves.get(forward if mark is None else own) if type(forward) is FunctionType else None
-    if half is None or kind.__call__ is not _call:
+    segment = segments.get(forward if mark is None else own) if type(forward) is FunctionType else None
+    if segment is None or kind.__call__ is not _call:
         return f"a {kind.__name__}"
     held = mark is not None and mark.get("forward")  # made of one that the module itself held
-    if not (held or forward is half.forward) or not are_unchanged(half.guards.unchanged):
+    if not (held or forward is segment.forward) or not are_unchanged(segment.guards.unchanged):
         return f"a patched {kind.__name__}"
-    return (hooks_of(part) if held else of_call(part)) or half
+    return (hooks_of(part) if held else of_call(part)) or segment
 
 
 def _are_watched() -> bool:
