@@ -138,7 +138,7 @@ PRE_NORM = {
 
 @pytest.fixture
 def counted(fused_mlp, monkeypatch):
-    """Counts the blocks that are recorded, by the function that records them."""
+    """Counts the blocks that are recorded: where the norm is in front, and where it is that of a sum."""
     shortcut, found = importlib.import_module(f"{fused_mlp.__name__}.models.running.shortcut"), []
 
     def counting(name, record):
@@ -149,8 +149,13 @@ def counted(fused_mlp, monkeypatch):
 
         return counted
 
-    for name in ("_recorded_block", "_recorded_ending"):
-        monkeypatch.setattr(shortcut, name, counting(name, getattr(shortcut, name)))
+    recorded = (
+        (shortcut.whole_blocks, "pre_normed", "block"),
+        (shortcut.whole_blocks, "post_normed", "ending"),
+        (shortcut, "_recorded_layer", "ending"),
+    )
+    for owner, name, kind in recorded:
+        monkeypatch.setattr(owner, name, counting(kind, getattr(owner, name)))
     return found
 
 
@@ -198,7 +203,7 @@ def test_models_train_as_eager_with_the_same_seed(fused_mlp, device, counted, na
     counted.clear()
     expected = step(plain, batch)
     assert_alike(step(fused, batch), expected)
-    assert counted == ["_recorded_ending" if name in TYPES else "_recorded_block"] * count
+    assert counted == ["ending" if name in TYPES else "block"] * count
     for model in (plain, fused):  # a switch to eval mode, where autograd follows as well, and back
         model.eval()
     assert_alike(step(fused, batch), step(plain, batch))
@@ -296,7 +301,7 @@ def test_what_was_changed_runs_as_it_is(fused_mlp, device, counted, monkeypatch,
     x = torch.randn(6, 32, device=device)
     step_of = lambda module: (torch.manual_seed(4), module(x.to(module.output.dense.weight.dtype)))[1]  # noqa: E731
     torch.testing.assert_close(step_of(fused), step_of(plain))
-    assert counted == ["_recorded_ending"]
+    assert counted == ["ending"]
     CHANGES[change](plain, monkeypatch), CHANGES[change](fused, monkeypatch)
     counted.clear()
     results = [step_of(module) for module in (fused, plain)]

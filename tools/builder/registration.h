@@ -28,6 +28,7 @@
 #pragma weak PyEval_SaveThread
 #pragma weak PyExc_AttributeError
 #pragma weak PyExc_BufferError
+#pragma weak PyExc_IndexError
 #pragma weak PyExc_KeyError
 #pragma weak PyExc_RuntimeError
 #pragma weak PyExc_TypeError

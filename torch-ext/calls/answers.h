@@ -60,7 +60,8 @@ inline Answer said_by(PyObject* function) { return truth(Owned(PyObject_CallObje
 // Whether no error is set but such as says that something cannot be asked or computed here; that is forgotten then. The
 // usual way says what is wrong, or computes it.
 inline bool is_answer() {
-  PyObject* const meant[] = {PyExc_AttributeError, PyExc_BufferError, PyExc_RuntimeError, PyExc_TypeError};
+  PyObject* const meant[] = {PyExc_AttributeError, PyExc_BufferError, PyExc_IndexError, PyExc_RuntimeError,
+                             PyExc_TypeError};
   for (PyObject* error : meant) {
     if (PyErr_Occurred() && PyErr_ExceptionMatches(error)) PyErr_Clear();
   }

@@ -147,13 +147,23 @@ Answer norms_last_dimension(PyObject* state, Py_ssize_t features, PyObject* weig
   if (PyTuple_Size(normalized) != 1) return kNo;
   if (features != PyLong_AsSsize_t(PyTuple_GetItem(normalized, 0))) return PyErr_Occurred() ? kError : kNo;
   for (PyObject* each : {weight, bias}) {
-    const Py_ssize_t size = each == Py_None ? features : PyObject_Size(each);
+    const int64_t size = each == Py_None ? features : size_of_first(each);
     if (size != features) return size < 0 ? kError : kNo;
   }
   return kYes;
 }
 
 }  // namespace
+
+int64_t size_of_first(PyObject* tensor) {
+  const Owned size(PyObject_CallMethodObjArgs(tensor, names().size, names().first, nullptr));
+  return size ? PyLong_AsSsize_t(size.get()) : -1;
+}
+
+int64_t size_of_last(PyObject* tensor) {
+  const Owned size(PyObject_CallMethodObjArgs(tensor, names().size, names().last, nullptr));
+  return size ? PyLong_AsSsize_t(size.get()) : -1;
+}
 
 Answer hold(PyObject* guards, PyObject* kind, PyObject* state) {
   Answer said = are_unchanged(PyTuple_GetItem(guards, 0));

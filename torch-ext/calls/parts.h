@@ -49,6 +49,11 @@ PyObject* bound_function(PyObject* method, PyObject* module);
 // shorter.
 PyObject* state_of(PyObject* module);
 
+// The sizes of a tensor's first and last dimensions; negative where an error of Python's is set, as of a tensor without
+// dimensions: where it is traced, these are no numbers.
+int64_t size_of_first(PyObject* tensor);
+int64_t size_of_last(PyObject* tensor);
+
 // Sets an item of a new tuple to an object, which is borrowed.
 inline Answer put(PyObject* tuple, Py_ssize_t place, PyObject* object) {
   Py_INCREF(object);

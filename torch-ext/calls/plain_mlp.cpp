@@ -96,7 +96,7 @@ Answer read_block(const Block& block, PyObject* dtype, bool recording, PyObject*
     }
   }
   if (read != kYes || last == Py_None) return read;
-  const Py_ssize_t features = PyObject_Size(PyTuple_GetItem(operands, place / 2 - 1));  // those of the last weight
+  const int64_t features = size_of_first(PyTuple_GetItem(operands, place / 2 - 1));  // those of the last weight
   if (features < 0) return kError;
   return read_norm(last, features, dtype, recording, operands, place + 6);
 }
@@ -108,7 +108,7 @@ Answer is_little(const Mlp& mlp, PyObject* operands) {
   if (!memory || item(settings.parts, memory.get()) == nullptr) return PyErr_Occurred() ? kError : kNo;
   const Answer gated = attribute_is_true(mlp.pattern, names().gated);
   const int64_t elements = gated == kError ? -1 : number_of_elements(PyTuple_GetItem(operands, 0));
-  const Py_ssize_t features = elements < 0 ? -1 : PyObject_Size(PyTuple_GetItem(operands, 1));
+  const int64_t features = elements < 0 ? -1 : size_of_first(PyTuple_GetItem(operands, 1));
   if (features < 0) return kError;
   return is_little_work(gated == kYes, mlp.in_eval, elements * features);
 }
@@ -145,7 +145,7 @@ PyObject* faster_parts(PyObject* pattern, bool packed, PyObject* dtype, PyObject
   if (least != nullptr) {
     PyObject *const x = PyTuple_GetItem(operands, 0), *const weight = PyTuple_GetItem(operands, 1);
     const int64_t elements = number_of_elements(x), of_weight = elements < 0 ? -1 : number_of_elements(weight);
-    const int64_t features = of_weight > 0 ? PyObject_Size(weight) : 0;
+    const int64_t features = of_weight > 0 ? size_of_first(weight) : 0;
     if (features <= 0 || elements / (of_weight / features) * features >= PyLong_AsSsize_t(least)) return nullptr;
   }
   if (packed) return PyObject_CallFunctionObjArgs(settings.composed, pattern, operands, nullptr);
@@ -232,11 +232,6 @@ Answer needs_gradient(PyObject* operands) {
 int64_t number_of_elements(PyObject* tensor) {
   const Owned numel(PyObject_CallMethodObjArgs(tensor, names().numel, nullptr));
   return numel ? PyLong_AsSsize_t(numel.get()) : -1;
-}
-
-int64_t size_of_last(PyObject* tensor) {
-  const Owned size(PyObject_CallMethodObjArgs(tensor, names().size, names().last, nullptr));
-  return size ? PyLong_AsSsize_t(size.get()) : -1;
 }
 
 Answer is_little_work(bool gated, bool in_eval, int64_t work) {

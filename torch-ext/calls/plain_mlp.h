@@ -48,10 +48,8 @@ Answer are_of(PyObject* operands, PyObject* dtype);
 // Whether one of these operands needs a gradient.
 Answer needs_gradient(PyObject* operands);
 
-// The number of a tensor's elements, and that along its last dimension; negative where an error of Python's is
-// set: where a tensor is traced, these are no numbers.
+// The number of a tensor's elements; negative as sizes are (parts.h).
 int64_t number_of_elements(PyObject* tensor);
-int64_t size_of_last(PyObject* tensor);
 
 // Whether the first layer does too little on a GPU for an op that autograd records, by so many multiplications.
 Answer is_little_work(bool gated, bool in_eval, int64_t work);

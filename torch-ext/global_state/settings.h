@@ -91,7 +91,7 @@ struct Names {
   PyObject* shape = PyUnicode_InternFromString("shape");
   PyObject* numel = PyUnicode_InternFromString("numel");
   PyObject* size = PyUnicode_InternFromString("size");
-  PyObject* last = PyLong_FromSsize_t(-1);  // dimension
+  PyObject *first = PyLong_FromSsize_t(0), *last = PyLong_FromSsize_t(-1);  // dimensions
   PyObject* transpose = PyUnicode_InternFromString("t");
   PyObject* get_device = PyUnicode_InternFromString("get_device");
   PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");

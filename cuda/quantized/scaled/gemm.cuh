@@ -162,11 +162,14 @@ __device__ __forceinline__ void multiply(const ScaledArgs& args, const ScaledSha
       sm90::fence_accumulator(of_block);
       sm90::wgmma_wait<0>();
       sm90::fence_accumulator(of_block);
-      if (half == Gemm::kHalves - 1 && lane < args.pair) {
-        if (args.pair > 1) {
-          sm90::mbarrier_arrive_at(shared.empty(at.stage), lane);
-        } else {
-          sm90::mbarrier_arrive(shared.empty(at.stage));
+      if (half == Gemm::kHalves - 1) {
+        __syncwarp();  // all lanes have read their scales
+        if (lane < args.pair) {
+          if (args.pair > 1) {
+            sm90::mbarrier_arrive_at(shared.empty(at.stage), lane);
+          } else {
+            sm90::mbarrier_arrive(shared.empty(at.stage));
+          }
         }
       }
       const float by[2] = {of_rows[0] * scale[half], of_rows[1] * scale[half]};

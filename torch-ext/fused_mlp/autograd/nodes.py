@@ -71,7 +71,7 @@ def asked(ctx: Any, grad: Tensor, operands: Operands) -> Needs:
     rather than say yes, which takes as long as little work: then the others are computed as well.
     """
     needs = ctx.needs_input_grad[:7]
-    if _is_compiling():
+    if _is_compiling() or _will_all_run(ctx):
         return needs
     found, nodes = list(needs), _next_nodes(ctx)
     for place in _WEIGHTS_FIRST:
@@ -84,6 +84,17 @@ def asked(ctx: Any, grad: Tensor, operands: Operands) -> Needs:
                 if source is None or grad.numel() * source.shape[-1] < _LITTLE_WORK:
                     break
     return tuple(found)
+
+
+def _will_all_run(ctx: Any) -> bool:
+    """True if the running backward is known to be for all gradients, as most are."""
+    try:
+        for node, _ in ctx.next_functions:
+            if node is not None and not _will_run(node):
+                return False
+    except RuntimeError:  # of a leaf that autograd.grad is given
+        return False
+    return True
 
 
 def executed(ctx: Any, needs: Needs) -> Needs:

@@ -52,11 +52,6 @@ def run(given: Tuple[Any, ...]) -> Tensor:
     return native.norm_forward(*given)[0]
 
 
-def forked(given: Given) -> Tuple[Tensor, Tensor]:
-    """The norm, and x itself for the sum behind what follows: its gradient is added where the norm's is computed."""
-    return _forked(*given)
-
-
 def of_sum(
     x: Tensor,
     residual: Tensor,
@@ -80,24 +75,40 @@ def _setup(ctx: Any, given: Tuple[Any, ...], statistics: Tensor) -> None:
     ctx.save_for_backward(x, weight, bias, statistics)
 
 
-def _gradients(ctx: Any, grad: Optional[Tensor], residual_grad: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
-    needs = ctx.needs_input_grad[:3]
+def _gradients(ctx: Any, grad: Optional[Tensor], *_: None) -> Tuple[Optional[Tensor], ...]:
     if grad is None:
-        return residual_grad, None, None, None, None, None
-    (x, weight, bias, statistics), (eps, code, rounded) = ctx.saved_tensors, ctx.how
+        return (None,) * 6
+    x, weight, bias, statistics = ctx.saved_tensors
+    given, needs = Given(x, weight, bias, *ctx.how), ctx.needs_input_grad[:3]
+    return (*gradients(given, statistics, grad, None, needs, training.is_gradient_seen(grad)), None, None, None)
+
+
+def gradients(
+    given: Given,
+    statistics: Tensor,
+    grad: Tensor,
+    residual_grad: Optional[Tensor],
+    needs: Tuple[bool, ...],
+    is_seen: bool,
+) -> Tuple[Optional[Tensor], ...]:
+    """The gradients of x, weight and bias; to that of x the residual's, which is x too, is added.
+
+    ``is_seen`` is what ``training.is_gradient_seen`` says.
+    """
 
     def composed() -> Tuple[Tensor, ...]:
-        return _composed(Given(x, weight, bias, eps, code, rounded), grad, residual_grad, needs)
+        return _composed(given, grad, residual_grad, needs)
 
-    if training.is_gradient_seen(grad) or (residual_grad is not None and training.is_gradient_seen(residual_grad)):
+    if is_seen:
         found = composed()
     else:
         backward = native.norm_backward if _is_compiling() or _dispatch_modes() else _plain_backward
         bits = needs[0] | needs[1] << 1 | needs[2] << 2
-        arguments = (grad, x, weight, statistics, residual_grad if needs[0] else None, None, 0.0, code, bits)
+        residual_grad = residual_grad if needs[0] else None
+        arguments = (grad, given.x, given.weight, statistics, residual_grad, None, 0.0, given.code, bits)
         found = dispatch.op_or_parts(backward, arguments, composed)
     found = iter(found)
-    return (*[next(found) if need else None for need in needs], None, None, None)
+    return tuple([next(found) if need else None for need in needs])
 
 
 def _composed(
@@ -123,23 +134,7 @@ class _Norm(torch.autograd.Function):
         _setup(ctx, given, statistics)
         return y
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
-        return _gradients(ctx, grad, None)
-
-
-class _Forked(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *given: Any) -> Tuple[Tensor, Tensor]:
-        with _below_autograd():
-            y, statistics = _plain_forward(*given)
-        _setup(ctx, given, statistics)
-        ctx.set_materialize_grads(False)
-        return y, given[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Optional[Tensor], residual_grad: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
-        return _gradients(ctx, grad, residual_grad)
+    backward = staticmethod(_gradients)
 
 
 class _OfSum(torch.autograd.Function):
@@ -166,34 +161,62 @@ class _OfSum(torch.autograd.Function):
     def backward(ctx: Any, grad: Optional[Tensor], sum_grad: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
         if grad is None and sum_grad is None:
             return (None,) * 8
-        (total, weight, bias, statistics, *kept), (eps, code, dropout) = ctx.saved_tensors, ctx.how
-        mask = kept[0] if kept else None
-        of_x, of_residual, of_weight, of_bias, _ = needs = ctx.needs_input_grad[:5]
-        wanted, bits = _wanted(needs, mask is not None)
+        (*given, mask), (eps, code, dropout) = (*ctx.saved_tensors, None)[:5], ctx.how
+        found = sum_gradients(OfSum(*given, mask, eps, code, dropout), grad, sum_grad, ctx.needs_input_grad[:5])
+        return (*found, None, None, None)
 
-        def composed() -> Tuple[Optional[Tensor], ...]:
-            found = [sum_grad, None, None]
-            if grad is not None:
-                of_norm = True, of_weight, of_bias
-                given = Given(total, weight, bias, eps, code, False)
-                gradients = iter(_composed(given, grad, sum_grad, of_norm))
-                found = [next(gradients) if need else None for need in of_norm]
-            dropped = found[0]
-            if mask is not None:
-                dropped = torch.ops.aten.native_dropout_backward(dropped, mask, 1.0 / (1.0 - dropout))
-            found += [dropped, dropped.reshape(-1, dropped.shape[-1]).sum(0)]
-            return tuple([each for each, want in zip(found, wanted) if want])
 
-        if grad is None or sum_grad is not None or training.is_gradient_seen(grad):
-            gradients = composed()
-        else:
-            backward = native.norm_backward if _dispatch_modes() else _plain_backward
-            arguments = (grad, total, weight, statistics, None, mask, dropout, code, bits)
-            gradients = dispatch.op_or_parts(backward, arguments, composed)
-        gradients = iter(gradients)
-        both, of_weight, of_bias, dropped, of_behind = [next(gradients) if want else None for want in wanted]
-        of_x = (both if mask is None else dropped) if of_x else None
-        return of_x, both if of_residual else None, of_weight, of_bias, of_behind, None, None, None
+class OfSum(NamedTuple):
+    """A norm of ``residual + dropout(x)``, as its backward has it: of the sum, with the mask of an active dropout."""
+
+    total: Tensor
+    weight: Optional[Tensor]
+    bias: Optional[Tensor]
+    statistics: Tensor
+    mask: Optional[Tensor]
+    eps: float
+    code: int
+    dropout: float
+
+
+def sum_gradients(
+    norm: OfSum, grad: Optional[Tensor], sum_grad: Optional[Tensor], needs: Tuple[bool, ...]
+) -> Tuple[Optional[Tensor], ...]:
+    """The gradients of x, of the residual, of weight and bias, and of a bias that x has been added.
+
+    One of the gradients of the norm and of the sum may be None.
+    """
+    total, weight, bias, statistics, mask, eps, code, dropout = norm
+    of_x, of_residual, of_weight, of_bias, _ = needs
+    wanted, bits = _wanted(needs, mask is not None)
+
+    def composed() -> Tuple[Optional[Tensor], ...]:
+        found = [sum_grad, None, None]
+        if grad is not None:
+            of_norm = True, of_weight, of_bias
+            gradients = iter(_composed(Given(total, weight, bias, eps, code, False), grad, sum_grad, of_norm))
+            found = [next(gradients) if need else None for need in of_norm]
+        dropped = found[0]
+        if mask is not None:
+            dropped = dropout_gradient(dropped, mask, dropout)
+        found += [dropped, dropped.reshape(-1, dropped.shape[-1]).sum(0)]
+        return tuple([each for each, want in zip(found, wanted) if want])
+
+    if grad is None or sum_grad is not None or training.is_gradient_seen(grad):
+        gradients = composed()
+    else:
+        backward = native.norm_backward if _dispatch_modes() else _plain_backward
+        arguments = (grad, total, weight, statistics, None, mask, dropout, code, bits)
+        gradients = dispatch.op_or_parts(backward, arguments, composed)
+    gradients = iter(gradients)
+    both, of_weight, of_bias, dropped, of_behind = [next(gradients) if want else None for want in wanted]
+    of_x = (both if mask is None else dropped) if of_x else None
+    return of_x, both if of_residual else None, of_weight, of_bias, of_behind
+
+
+def dropout_gradient(grad: Tensor, mask: Tensor, dropout: float) -> Tensor:
+    """The gradient of what an active dropout of this mask and probability was given."""
+    return torch.ops.aten.native_dropout_backward(grad, mask, 1.0 / (1.0 - dropout))
 
 
 @functools.cache
@@ -205,7 +228,7 @@ def _wanted(needs: Tuple[bool, ...], drops: bool) -> Tuple[Tuple[bool, ...], int
 
 
 # Without what torch's own ``apply`` does before this in Python, for operands of transforms.
-_norm, _forked, _of_sum = (super(torch.autograd.Function, kind).apply for kind in (_Norm, _Forked, _OfSum))
+_norm, _of_sum = (super(torch.autograd.Function, kind).apply for kind in (_Norm, _OfSum))
 
 
 def _setup_context(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, Tensor]) -> None:
@@ -214,11 +237,5 @@ def _setup_context(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, Tens
     _setup(ctx, inputs, output[1])
 
 
-def _registered_gradients(ctx: Any, grad: Optional[Tensor], *_: None) -> Tuple[Optional[Tensor], ...]:
-    return _gradients(ctx, grad, None)
-
-
 if native.DEVICE_TYPE is not None:
-    torch.library.register_autograd(
-        add_op_namespace_prefix("norm_forward"), _registered_gradients, setup_context=_setup_context
-    )
+    torch.library.register_autograd(add_op_namespace_prefix("norm_forward"), _gradients, setup_context=_setup_context)

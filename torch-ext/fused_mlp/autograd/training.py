@@ -100,7 +100,7 @@ def refusal(op: str, activation: int) -> Optional[str]:
     an activation's result; of any, where there is no activation that would be fused.
     """
     is_left = op == "linear" and (native.DEVICE_TYPE != "cpu" or activation not in _WITH_INPUT_KEPT)
-    is_left = is_left or activation == _NO_ACTIVATION
+    is_left = is_left or activation == NO_ACTIVATION
     return "autograd follows the parts" if op not in _NAMES or is_left else None
 
 
@@ -187,7 +187,7 @@ def _first_layer(given: Operands, activation: int, up_first: Optional[bool], bac
 
 _NAMES = frozenset(("linear", "gated_linear", "mlp", "gated_mlp"))
 _WITH_INPUT_KEPT = frozenset(row.code for row in ACTIVATIONS if not row.result_kept)
-_NO_ACTIVATION = get_activation(None).code
+NO_ACTIVATION = get_activation(None).code
 
 
 def _full(op: str, given: Operands) -> Operands:
@@ -248,9 +248,26 @@ def _values(inputs: Tuple[Any, ...], output: Tuple[Tensor, ...], saved: nodes.Sa
 def _gradients(ctx: Any, grad: Optional[Tensor], *_: None) -> Tuple[Optional[Tensor], ...]:
     if grad is None:
         return (None,) * 10
-    saved, own, (activation, up_first, keep, layout) = ctx.saved_tensors, ctx.own, ctx.how
+    saved = ctx.saved_tensors
+    needs = nodes.asked(ctx, grad, saved[:7])
+    return gradients(ctx, grad, saved, ctx.needs_input_grad, needs, is_gradient_seen(grad))
+
+
+def gradients(
+    ctx: Any,
+    grad: Tensor,
+    saved: Tuple[Optional[Tensor], ...],
+    recorded: nodes.Needs,
+    needs: nodes.Needs,
+    is_seen: bool,
+) -> Tuple[Optional[Tensor], ...]:
+    """The gradients of the operands, and None for what else the op is told, of a node that :func:`save` set up.
+
+    ``recorded`` are the operands that need gradients, and ``needs`` those whose gradients are asked for. ``is_seen``
+    is what :func:`is_gradient_seen` says.
+    """
+    own, (activation, up_first, keep, layout) = ctx.own, ctx.how[:4]
     operands = saved[:7]
-    needs = nodes.asked(ctx, grad, operands)
     bits, in_places = _placed(needs)
     plain = alone = False
     if own is not None and not _is_compiling():
@@ -258,7 +275,7 @@ def _gradients(ctx: Any, grad: Optional[Tensor], *_: None) -> Tuple[Optional[Ten
         if not _keeps_graph():
             ctx.own = ()  # what autograd saves it frees as well
             alone = plain and _are_alone(own)
-    gate, up = saved[7:] if own is None else own
+    gate, up = saved[7:9] if own is None else own
 
     def composed() -> Tuple[Tensor, ...]:
         return _composed_gradients(nodes.variables(ctx, operands), gate, up, grad, needs, activation, up_first)
@@ -269,11 +286,11 @@ def _gradients(ctx: Any, grad: Optional[Tensor], *_: None) -> Tuple[Optional[Ten
             raise RuntimeError("a function of torch failed when the values that its gradients need were overwritten")
         return found
 
-    if is_gradient_seen(grad):
+    if is_seen:
         found = composed()
     else:
         backward = _plain_backward_in_place if alone else _plain_backward if plain else _backward
-        given = nodes.saved(ctx.needs_input_grad, keep).operands((*operands, None))[:6]
+        given = nodes.saved(recorded, keep).operands((*operands, None))[:6]
         arguments = (grad, *given, gate, up, activation, bits | layout, up_first)
         found = dispatch.op_or_parts(backward, arguments, composed_after_the_op)
     return in_places((*found, None))
@@ -295,28 +312,41 @@ if native.DEVICE_TYPE is not None:
     )
 
 
-class _Recorded(torch.autograd.Function):
-    """The implementation that is registered for the op, in a third of the time, for calls that nothing traces.
+def save(
+    ctx: Any,
+    inputs: Operands,
+    output: Tuple[Tensor, ...],
+    needs: nodes.Needs,
+    activation: int,
+    up_first: Optional[bool],
+    keep: bool,
+    more: Operands = (),
+) -> None:
+    """Sets what :func:`gradients` reads of a node whose op was given ``inputs``; ``more`` is saved behind that.
 
     Values that are kept belong to the node, where no hooks have to see what autograd saves: nobody else gets hold of
     them, so that they may be overwritten.
     """
+    saved = nodes.saved(needs, keep)
+    operands, own = saved.operands((*inputs[:7], None)), _values(inputs, output, saved)
+    ctx.how = activation, up_first, keep, nodes.layout(inputs, needs)
+    ctx.edges = nodes.edges(inputs, saved.lost)
+    # By the attributes that the methods of these names set: set_materialize_grads(), save_for_backward().
+    ctx.materialize_grads = False
+    if _saved_tensors_hooks(False) is None:
+        ctx.to_save, ctx.own = (*operands, *more), own
+    else:
+        ctx.to_save, ctx.own = (*operands, *own, *more), None
+
+
+class _Recorded(torch.autograd.Function):
+    """The implementation that is registered for the op, in a third of the time, for calls that nothing traces."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         with _below_autograd():
             output = _plain_forward(*inputs)
-        needs, keep = ctx.needs_input_grad, inputs[8]
-        saved = nodes.saved(needs, keep)
-        operands, own = saved.operands((*inputs[:7], None)), _values(inputs, output, saved)
-        ctx.how = (inputs[7], inputs[9], keep, nodes.layout(inputs, needs))
-        ctx.edges = nodes.edges(inputs, saved.lost)
-        # By the attributes that the methods of these names set: set_materialize_grads(), save_for_backward().
-        ctx.materialize_grads = False
-        if _saved_tensors_hooks(False) is None:
-            ctx.to_save, ctx.own = operands, own
-        else:
-            ctx.to_save, ctx.own = (*operands, *own), None
+        save(ctx, inputs, output, ctx.needs_input_grad, inputs[7], inputs[9], inputs[8])
         return output[0]
 
     backward = staticmethod(_gradients)
@@ -375,21 +405,37 @@ def _composed_gradients(
     """The gradients by PyTorch's operations, which can be differentiated again."""
     create_graph = _is_grad_enabled()
     with torch.enable_grad():
-        given = tuple(tensor if tensor is None else tensor.view_as(tensor) for tensor in given)  # tied ones apart
-        x, weight, up_weight, second_weight, bias, up_bias, second_bias = given
-        if gate is None:
-            result = _first_layer(given, activation, up_first, reference)
-        else:
-            is_up_alone = up is None and (needs[2] or needs[5])  # then any values do
-            gate, up = _known_layer(gate, x, weight, bias), gate if is_up_alone else up
-            if up_first is not None:
-                first, second = gate.chunk(2, dim=-1)
-                gate, up = (second, first) if up_first else (first, second)
-            elif up is not None:
-                up = _known_layer(up, x, up_weight, up_bias)
-            function = BY_CODE[activation].function
-            result = function(gate) if up is None else function(gate) * up
-        if second_weight is not None:
-            result = F.linear(result, second_weight, second_bias)
+        given = apart(given)
+        result = composed_mlp(given, gate, up, needs, activation, up_first)
     wanted = [tensor for tensor, need in zip(given, needs) if need]
     return torch.autograd.grad(result, wanted, grad, create_graph=create_graph)
+
+
+def apart(given: Operands) -> Operands:
+    """Views of tensors, so that those of operands that are the same tensor have gradients of their own."""
+    return tuple([tensor if tensor is None else tensor.view_as(tensor) for tensor in given])
+
+
+def composed_mlp(
+    given: Operands,
+    gate: Optional[Tensor],
+    up: Optional[Tensor],
+    needs: nodes.Needs,
+    activation: int,
+    up_first: Optional[bool],
+) -> Tensor:
+    """The result by PyTorch's operations, given the values of the first layer where they were kept."""
+    x, weight, up_weight, second_weight, bias, up_bias, second_bias = given
+    if gate is None:
+        result = _first_layer(given, activation, up_first, reference)
+    else:
+        is_up_alone = up is None and (needs[2] or needs[5])  # then any values do
+        gate, up = _known_layer(gate, x, weight, bias), gate if is_up_alone else up
+        if up_first is not None:
+            first, second = gate.chunk(2, dim=-1)
+            gate, up = (second, first) if up_first else (first, second)
+        elif up is not None:
+            up = _known_layer(up, x, up_weight, up_bias)
+        function = BY_CODE[activation].function
+        result = function(gate) if up is None else function(gate) * up
+    return result if second_weight is None else F.linear(result, second_weight, second_bias)

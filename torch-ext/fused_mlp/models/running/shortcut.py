@@ -22,6 +22,7 @@ from torch.utils._device import DeviceContext
 from ... import dispatch
 from ...activations import ACTIVATIONS, get_activation
 from ...adapters import DROPS, run_parts
+from ...autograd import blocks as whole_blocks
 from ...autograd import norms as norms_alone
 from ...autograd import training
 from ...backends import native, reference
@@ -292,57 +293,57 @@ def ending(plan: Plan, module: nn.Module, x: Tensor, residual: Tensor) -> Option
 def of_operands(pattern: Pattern, operands: Tuple[Any, ...], dropout: Optional[float] = None) -> Optional[Tensor]:
     """The block whose operands compiled code gives back; None if no op computes it.
 
-    ``dropout``, where autograd follows: the probability of an active one behind the MLP.
+    ``dropout``, where autograd follows: the probability of an active one behind the MLP. Then the block is one node.
     """
     if dropout is None:
         return _packed_block(pattern, operands)
-    return (_recorded_ending if operands[-1] else _recorded_block)(pattern, operands, dropout)
-
-
-_BLOCK_OPERANDS = 11
-
-
-def _recorded_block(pattern: Pattern, operands: Tuple[Any, ...], dropout: float) -> Optional[Tensor]:
-    """``x + mlp(norm(x))`` where autograd follows.
-
-    The norm's node has two results, the norm and x for the sum: so the gradient of the residual is added in the kernel
-    that computes the norm's, and no other reads and writes both. The MLP has a node of its own, which keeps the norm's
-    result, an operand of its gradients, as eager does: ``M D`` values that a node of the whole block could make again
-    in a kernel of ``4 M D`` bytes.
-    """
-    mlp, (_, _, weight, bias, eps, code, *_) = operands[:-_BLOCK_OPERANDS], operands[-_BLOCK_OPERANDS:]
-    x, *parameters, activation = mlp
-    name = "gated_mlp" if pattern.gated else pattern.op
-    is_left = pattern.memory == training.KEPT and training.is_left_to_parts(name, mlp[:-1], activation, training.KEPT)
-    if is_left or any(tensor is not None and tensor.dim() != 1 for tensor in (weight, bias)):
+    *mlp, residual, _, weight, bias, eps, code, last_weight, last_bias, last_eps, last_code, is_of_sum = operands
+    x, *given, activation = mlp
+    if is_of_sum:
+        weight, bias, eps, code = last_weight, last_bias, last_eps, last_code
+        if len(given) == 2:
+            return _recorded_layer(x, *given, residual, weight, bias, eps, code, dropout)
+    else:
+        residual = None  # it is x
+        if (weight is not None and weight.dim() != 1) or (bias is not None and bias.dim() != 1):
+            return None
+    if len(given) == 6:
+        layers, up_first = (x, *given), None
+    else:
+        first, second, first_bias, second_bias = given
+        layers, up_first = (x, first, None, second, first_bias, None, second_bias), None
+        if pattern.packed:
+            up_first = pattern.up_first
+            if not _are_halves(first, first_bias):
+                return None
+    memory = pattern.memory
+    name = "gated_mlp" if pattern.gated else "mlp"
+    if activation == training.NO_ACTIVATION or (
+        x.is_cpu and training.is_left_to_parts(name, layers, activation, memory)
+    ):
+        return None
+    keep = memory == training.KEPT or training.keeps(layers, memory)
+    if keep and not given[0].requires_grad and training.is_first_frozen(*layers):
         return None
     try:
-        given = norms_alone.Given(x, weight, bias, eps, code, False)
-        normed, residual = norms_alone.forked(given) if x.requires_grad else (norms_alone.run(given), x)
-        result = recorded_or_packed(pattern, normed, *parameters, activation)
-        if result is None:
-            return None
-        return residual + (result if dropout == 0.0 else F.dropout(result, dropout, True))
+        given = (*layers, residual, weight, bias, eps, code, activation, up_first, keep, dropout)
+        return whole_blocks.pre_normed(*given) if residual is None else whole_blocks.post_normed(*given)[0]
     except RuntimeError:  # eager says what is wrong with the operands
         return None
 
 
-def _recorded_ending(pattern: Pattern, operands: Tuple[Any, ...], dropout: float) -> Optional[Tensor]:
-    """``norm(residual + dropout(mlp(x)))``, or that of a single layer, where autograd follows.
+def _recorded_layer(
+    x: Tensor, layer_weight: Tensor, layer_bias: Optional[Tensor], residual: Tensor, *norm: Any
+) -> Optional[Tensor]:
+    """``norm(residual + dropout(linear(x)))`` where autograd follows.
 
-    The node of the norm computes the gradient of the last bias too, whose sum over rows its kernel adds up as it goes.
+    The node of the norm computes the gradient of the layer's bias too, whose sum over rows its kernel adds up.
     """
-    mlp, (residual, *_, weight, bias, eps, code, _) = operands[:-_BLOCK_OPERANDS], operands[-_BLOCK_OPERANDS:]
-    *given, behind, activation = mlp
-    is_taken = behind is not None and norms_alone.SUMS_BIASES
-    last_bias, behind = (behind.detach(), behind) if is_taken else (behind, None)
+    weight, bias, eps, code, dropout = norm
+    is_taken = layer_bias is not None and norms_alone.SUMS_BIASES
+    layer_bias, behind = (layer_bias.detach(), layer_bias) if is_taken else (layer_bias, None)
     try:
-        if len(given) == 2:
-            result = F.linear(*given, last_bias)
-        else:
-            result = recorded_or_packed(pattern, *given, last_bias, activation)
-        if result is None:
-            return None
+        result = F.linear(x, layer_weight, layer_bias)
         return norms_alone.of_sum(result, residual, weight, bias, behind, eps, code, dropout)
     except RuntimeError:  # eager says what is wrong with the operands
         return None

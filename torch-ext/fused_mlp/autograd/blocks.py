@@ -1,0 +1,110 @@
+"""Blocks of an MLP as autograd follows them: one node, whose forward and backward call the ops of the parts.
+
+They are ``x + dropout(mlp(norm(x)))`` and ``norm(residual + dropout(mlp(x)))``. A node costs the host about as much as
+an op does, and small models wait for the host. The gradient of the residual is added in the kernel of the norm's
+gradient, so that no other reads and writes both. The norm of x, an operand of gradients of the MLP, is kept as eager
+PyTorch keeps it: ``M D`` values that a kernel of ``4 M D`` bytes could make again. A gradient that is differentiated in
+its turn is composed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from ..backends import reference
+from . import nodes, norms, training
+
+# The nodes take the operands of the MLP's op, the residual, or None where that is x, weight and bias of the
+# norm, its eps and code (torch-ext/ops/norm.h), the activation's code, ``up_first`` and ``keep`` as ``training.run``
+# has them, and the probability of a dropout, 0 for none. Nothing traces the call or watches its operations.
+
+# Bound once: to look these up is a measurable part of a small call.
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+_native_dropout = torch._VF.native_dropout
+
+
+class _PreNormed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *block: Any) -> Tensor:
+        x, *layers = block[:7]
+        norm_weight, norm_bias, eps, code, activation, up_first, keep, dropout = block[8:]
+        with _below_autograd():
+            normed, statistics = norms._plain_forward(x, norm_weight, norm_bias, eps, code, False)
+            mlp = (normed, *layers)
+            output, mask = training._plain_forward(*mlp, activation, keep, up_first), None
+            result = output[0]
+            if dropout != 0.0:
+                result, mask = _native_dropout(result, dropout, True)
+            result = x + result
+        more = x, norm_weight, norm_bias, statistics, mask
+        training.save(ctx, mlp, output, _of_mlp(ctx.needs_input_grad), activation, up_first, keep, more)
+        ctx.norm = eps, code, dropout
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+        if grad is None:
+            return (None,) * 16
+        saved, (eps, code, dropout), needs = ctx.saved_tensors, ctx.norm, ctx.needs_input_grad
+        x, norm_weight, norm_bias, statistics, mask = saved[-5:]
+        norm = norms.Given(x, norm_weight, norm_bias, eps, code, False)
+        of_x, *of_layers = nodes.asked(ctx, grad, (x, *saved[1:7]))
+        of_norm = of_x, needs[8], needs[9]
+        is_seen = training.is_gradient_seen(grad)
+        if is_seen:
+            with torch.enable_grad():
+                saved = (reference.norm(*norm), *saved[1:])  # as autograd knows it
+        elif saved[0] is None:
+            saved = (x, *saved[1:])  # of the shape, which is all that is needed
+        behind = grad if mask is None else norms.dropout_gradient(grad, mask, dropout)
+        asked = (of_x or needs[8] or needs[9], *of_layers)
+        of_normed, *of_layers = training.gradients(ctx, behind, saved, _of_mlp(needs), asked, is_seen)[:7]
+        if of_normed is None:
+            return (grad if of_x else None, *of_layers, *(None,) * 9)
+        of_x, *of_norm = norms.gradients(norm, statistics, of_normed, grad, of_norm, is_seen)
+        return (of_x, *of_layers, None, *of_norm, *(None,) * 6)
+
+
+def _of_mlp(needs: Tuple[bool, ...]) -> nodes.Needs:
+    """The operands of the MLP that need gradients, the norm of x among them."""
+    return (needs[0] or needs[8] or needs[9], *needs[1:7])
+
+
+class _PostNormed(torch.autograd.Function):
+    """Its second result is the sum, through which a gradient that is differentiated finds the residual."""
+
+    @staticmethod
+    def forward(ctx: Any, *block: Any) -> Tuple[Tensor, Tensor]:
+        residual, norm_weight, norm_bias, eps, code, activation, up_first, keep, dropout = block[7:]
+        with _below_autograd():
+            output = training._plain_forward(*block[:7], activation, keep, up_first)
+            y, total, statistics, *masks = norms._plain_sum_forward(
+                output[0], residual, norm_weight, norm_bias, eps, code, dropout
+            )
+        more = total, norm_weight, norm_bias, statistics, masks[0] if masks else None
+        training.save(ctx, block[:7], output, ctx.needs_input_grad[:7], activation, up_first, keep, more)
+        ctx.norm = eps, code, dropout
+        return y, total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Optional[Tensor], sum_grad: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+        if grad is None and sum_grad is None:
+            return (None,) * 16
+        saved, needs = ctx.saved_tensors, ctx.needs_input_grad
+        *of_layers, of_last_bias = nodes.asked(ctx, sum_grad if grad is None else grad, saved[:7])
+        in_norm = of_last_bias and norms.SUMS_BIASES
+        of_layers.append(of_last_bias and not in_norm)
+        of_sum = any(of_layers), *needs[7:10], in_norm
+        result, *of_norm, last_bias = norms.sum_gradients(norms.OfSum(*saved[-5:], *ctx.norm), grad, sum_grad, of_sum)
+        layers = (None,) * 7
+        if result is not None:
+            is_seen = training.is_gradient_seen(result)
+            layers = training.gradients(ctx, result, saved, needs[:7], tuple(of_layers), is_seen)[:7]
+        return (*layers[:6], last_bias if in_norm else layers[6], *of_norm, *(None,) * 6)
+
+
+# Without what torch's own ``apply`` does before this in Python, for operands of transforms.
+pre_normed, post_normed = (super(torch.autograd.Function, kind).apply for kind in (_PreNormed, _PostNormed))
