@@ -94,9 +94,10 @@ class Users:
         }
         return kept | known | more
 
-    def run(self, *command, home: str = "home", **more: str) -> subprocess.CompletedProcess:
-        environment = self.environment(home, more)
-        return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=300)
+    def run(self, name: str, *arguments, home: str = "home", **more: str) -> subprocess.CompletedProcess:
+        """Runs a command that pip has installed, `kernels` or `hf`."""
+        script = Path(sysconfig.get_path("scripts"), name)
+        return forks.run(script, *arguments, cwd=self.folder, env=self.environment(home, more))
 
     def does(self, *command, **more: str) -> str:
         """What the command prints; it must succeed."""
