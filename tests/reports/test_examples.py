@@ -1,5 +1,6 @@
 """The examples, the recipes and the README, run as they are printed, through LOCAL_KERNELS and without the Hub."""
 
+import functools
 import os
 import re
 from pathlib import Path
@@ -34,6 +35,7 @@ def run(installed, program, folder, **variables):
     return done.stdout
 
 
+@functools.cache
 def exported(installed):
     """The variables after the `export` that the README shows."""
     assert "export LOCAL_KERNELS=$(.venv/bin/python tools/project.py)" in (project.ROOT / "README.md").read_text()

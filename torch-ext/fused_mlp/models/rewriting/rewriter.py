@@ -71,7 +71,7 @@ def fused_methods(module: nn.Module, memory: str = "activations") -> Tuple[Dict[
     # Experts hold their weights themselves, stacked. They are fused as a whole (``mixtures``), or left: where they run
     # one by one, each has so few rows that a call of a kernel between its products takes longer than it saves.
     stacked = any(map(_is_stacked, state["_parameters"].values())) and original_of(methods.get("forward")) is None
-    # What the module itself holds runs in place of its class's. Where it has no MLP, the class's tells the reason.
+    # A method of the module's own runs in place of its class's. Where it has no MLP, the class's tells the reason.
     own = {name: method_in(module, name) for name in methods}
     own = {name: function for name, function in own.items() if function is not None and function not in written}
     made, unknown = {}, {}
