@@ -22,7 +22,6 @@ from modules import (
     PackedGated,
     Plain,
     SpelledOut,
-    SquaredReLU,
     TransposedPlain,
 )
 from safety import assert_close, x_of
@@ -46,7 +45,7 @@ def of_own_function():
 
 
 KINDS = [
-    *(Decoder, Gated, Intermediate, OfFunctions, OwnLinears, PackedGated, Plain, SpelledOut, SquaredReLU),
+    *(Decoder, Gated, Intermediate, OfFunctions, OwnLinears, PackedGated, Plain, SpelledOut),
     *(TransposedPlain, of_own_function, sequence, sequence_of_conv1d, sequence_with_dropout),
 ]
 

@@ -490,15 +490,8 @@ SPELLED = {
     "F.silu(h, inplace=self.training)": "plain",
     "torch.nn.functional.silu(h, inplace=True)": "plain",
     "h.relu()": "plain",
-    "h * torch.sigmoid(h)": "plain",
-    "h * torch.sigmoid(1.702 * h)": "plain",
-    "torch.sigmoid(h * 1.702) * h": "plain",
-    "h * h.sigmoid()": "",
-    "F.relu(h).square()": "plain",
-    "F.relu(h) ** 2": "plain",
-    "torch.square(F.relu(h))": "plain",
-    "h.relu().pow(2)": "plain",
-    "F.gelu(h) ** 2": "linear",
+    "h * torch.sigmoid(h)": "",
+    "F.relu(h) ** 2": "linear",
 }
 
 
@@ -609,7 +602,7 @@ def test_names_that_are_taken(fused_mlp, device, written, name):
 
 # Names that a fused method does not look up any more.
 
-IMPORTED = "from torch.nn.functional import dropout\nfrom torch import square\n"
+IMPORTED = "from torch.nn.functional import dropout\n"
 
 
 @pytest.mark.parametrize("is_loaded", [True, False], ids=["module", "code"])
@@ -622,16 +615,12 @@ IMPORTED = "from torch.nn.functional import dropout\nfrom torch import square\n"
             "dropout",
             lambda x, p, training: 2 * x,
         ),
-        ("return self.fc2(square(F.relu(self.fc1(x))))", "square", lambda x: 3 * x),
-        ("return self.fc2(torch.square(torch.relu(self.fc1(x))))", "torch", types.SimpleNamespace(**vars(torch))),
     ],
-    ids=["dropout", "dropout twice", "square", "torch"],
+    ids=["dropout", "dropout twice"],
 )
 def test_a_name_that_stands_for_something_else_later(
     fused_mlp, device, written, monkeypatch, body, name, other, is_loaded
 ):
-    if name == "torch":
-        other.square = torch.negative
     kind = written(body, head=HEAD + IMPORTED)
     if is_loaded:
         home = types.ModuleType("written")

@@ -225,7 +225,7 @@ def _role_of_module(part: nn.Module) -> str:
         return Role.NORM
     activation = recognise(part)
     if activation is not None:
-        return Role.RELU if activation.name == "relu" else Role.ACTIVATION
+        return Role.ACTIVATION
     if looks_like_activation(part):
         return Role.UNKNOWN
     if "in_features" in state_of(part) or hasattr(type(part), "in_features") or adapters.of_projection(part) is None:
@@ -259,8 +259,8 @@ def _role_of_layer(part: nn.Module) -> str:
 
 
 _WANTED = {Role.PROJECTION, Role.FIRST, Role.WHOLE, Role.SEQUENCE, *Role.ACTIVATIONS}
-_BY_ROW = {"relu": Role.RELU, "sigmoid": Role.SIGMOID}
-_ROLES = {F.dropout: Role.DROPOUT, F.glu: Role.GLU, torch.square: Role.SQUARE, isinstance: Role.ASKING}
+_BY_ROW = {"sigmoid": Role.SIGMOID}
+_ROLES = {F.dropout: Role.DROPOUT, F.glu: Role.GLU, isinstance: Role.ASKING}
 
 
 def _is_stacked(parameter: Optional[nn.Parameter]) -> bool:
