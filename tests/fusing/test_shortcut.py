@@ -332,7 +332,7 @@ def test_layers_of_other_classes_that_change(fused_mlp, device, kind, first, par
 
 
 def test_layers_that_add_a_bias_by_themselves(fused_mlp, device):
-    """Where autocast casts, the bias alone decides the dtype: such a layer is called, also if it got the bias later."""
+    """Under autocast the bias alone decides the dtype: such a layer is called, also if it got the bias later."""
     module, fused = fused_pair(fused_mlp, OwnLinears(), device)
     x = x_of(device)
     for each in (module, fused):

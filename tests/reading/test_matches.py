@@ -1,4 +1,4 @@
-"""Where MLPs are in a source: source in, patterns out."""
+"""MLPs found in a source: source in, patterns out."""
 
 import ast
 import importlib

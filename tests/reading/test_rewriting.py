@@ -22,7 +22,7 @@ from modules import Decoder, Gated, Lora, PackedGated, Plain
 
 
 def behaviour(module, x):
-    """What a module does with an input, in evaluation and in training: results, gradients, state, the input itself."""
+    """The effects of a call, in evaluation and in training: results, gradients, state, the input itself."""
     seen = []
     for training in (False, True):
         module.train(training).zero_grad()
@@ -695,7 +695,7 @@ def test_a_source_that_cannot_be_had_is_reported(fused_mlp):
 
 
 def test_scripted_parts(fused_mlp, device, written):
-    """What TorchScript has compiled is called, whether it was there before or comes later."""
+    """A module that TorchScript has compiled is called, whether it was there before or comes later."""
     kind = written("return self.fc2(self.activation_fn(self.fc1(self.before(x))))")
     module = kind().to(device)
     module.before = torch.jit.script(nn.Sequential(nn.Linear(32, 32), nn.ReLU())).to(device)

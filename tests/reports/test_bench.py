@@ -1,4 +1,5 @@
-"""What the benchmarks say of their figures: where fusing pays and where not. Nothing is timed here to be believed."""
+"""The words of the benchmarks about their figures: where fusing pays and where not. Nothing is timed here to be
+believed."""
 
 import gc
 import json
@@ -179,7 +180,7 @@ def test_a_run_on_this_machine(monkeypatch, capsys, tmp_path, quick_facts, activ
 
 
 def results(monkeypatch, benchmark, out, *arguments):
-    """What a run of a benchmark writes; it prints its table and draws its plots."""
+    """The file that a run of a benchmark writes; it prints its table and draws its plots."""
     quick = ("--rounds", "1", "--seconds", "0.0005", "--out", str(out))
     monkeypatch.setattr(sys, "argv", [f"{benchmark.__name__}.py", *arguments, *quick])
     benchmark.main()

@@ -27,7 +27,7 @@ THIS, OTHER = TORCHS
 
 
 def run(installed, program, folder, **variables):
-    """What a program prints that succeeds, with no LOCAL_KERNELS but a given one."""
+    """The output of a program that succeeds, with no LOCAL_KERNELS but a given one."""
     environment = {name: value for name, value in os.environ.items() if name != "LOCAL_KERNELS"} | variables
     done = forks.run(Path(program), cwd=folder, env=environment, before=TORCHS[installed])
     assert done.returncode == 0, done.stdout + done.stderr
