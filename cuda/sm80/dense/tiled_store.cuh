@@ -20,7 +20,7 @@ __device__ __forceinline__ void move_up(Accumulator<Tile>& sums) {
   }
 }
 
-// Of sums whose columns are gates and ups in turns: those of gates first, then those of ups, each of which a lane has
+// Parts sums whose columns are gates and ups in turns: those of gates first, then those of ups, each of which a lane has
 // two adjacent ones of. It needs them from two other lanes of its four.
 template <typename Tile>
 __device__ __forceinline__ void part_columns(float (&sums)[Tile::kTilesN][4]) {
