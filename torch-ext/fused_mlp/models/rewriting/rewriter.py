@@ -236,7 +236,7 @@ def _role_of_module(part: nn.Module) -> str:
 
 
 def _role_of_layer(part: nn.Module) -> str:
-    """The role of a layer, which may be one module of a two-module MLP: by its forward, if it has a projection."""
+    """The role of a layer, which may be one module of a split MLP: by its forward, if it has a projection."""
     forward = forward_of(part)  # none of what TorchScript has compiled
     if not isinstance(forward, FunctionType):
         return Role.LAYER
