@@ -92,7 +92,12 @@ BODIES = {
     "g, u = self.p(x).chunk(3, dim=-1); return self.act(g) * u": ["pointwise"],
     "g, u, v = self.p(x).chunk(2, dim=-1); return self.act(g) * u": ["pointwise"],
     "g, *u = self.p(x).chunk(2, dim=-1); return self.act(g) * u": ["pointwise"],
-    "h = self.p(x); return self.d(h * sigmoid(h))": ["pointwise"],
+    "h = self.p(x); return self.d(h * sigmoid(h))": ["plain"],
+    "h = self.p(x); return self.d(h * sigmoid(1.702 * h))": ["plain"],
+    "h = self.p(x); s = sigmoid(h); return self.d(s * h)": ["plain"],
+    "h = self.p(x); return self.d(h * sigmoid(1.5 * h))": ["pointwise"],
+    "h = self.p(x); return self.d(h * sigmoid(h)) + h": ["pointwise"],
+    "h = self.p(x); return self.d(h * sigmoid(h) * self.q(x))": ["gated"],
     "h = self.p(x); g = self.q(x); return self.d(h * sigmoid(g))": ["gated"],
     # Casts under a condition.
     "h = self.act(self.p(x)); if h.dtype != x.dtype: h = h.to(self.d.weight.dtype); return self.d(h)": ["plain"],

@@ -490,7 +490,10 @@ SPELLED = {
     "F.silu(h, inplace=self.training)": "plain",
     "torch.nn.functional.silu(h, inplace=True)": "plain",
     "h.relu()": "plain",
-    "h * torch.sigmoid(h)": "",
+    "h * torch.sigmoid(h)": "plain",
+    "h * torch.sigmoid(1.702 * h)": "plain",
+    "torch.sigmoid(h * 1.702) * h": "plain",
+    "h * h.sigmoid()": "",
     "F.relu(h) ** 2": "linear",
 }
 

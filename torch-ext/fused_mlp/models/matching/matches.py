@@ -14,14 +14,16 @@ from .roles import Role
 class Act:
     """The application of an activation to ``h`` in the source.
 
-    ``form``: ``call`` is ``callee(h, *options, **named)``, ``method`` is ``h.name()``, ``glu`` is ``callee(h, *options,
-    **named)``, which halves h; ``factor`` is the activation in ``callee(h, up)``.
+    ``form``: ``call`` is ``callee(h, *options, **named)``, ``method`` is ``h.name()``, ``self-gated`` is
+    ``h * callee(slope * h)``, ``glu`` is ``callee(h, *options, **named)``, which halves h; ``factor`` is the
+    activation in ``callee(h, up)``.
     """
 
     form: str
     role: str
     callee: Optional[ast.expr] = None
     name: str = ""
+    slope: float = 1.0
     options: Tuple[ast.expr, ...] = ()
     named: Tuple[ast.keyword, ...] = ()
 

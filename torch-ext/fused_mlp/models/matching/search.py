@@ -18,6 +18,7 @@ from .roles import Role, RoleOf, asking, harmless_calls, is_call, passed_through
 
 _METHODS = {"relu": Role.ACTIVATION, "sigmoid": Role.SIGMOID, "tanh": Role.UNKNOWN}  # methods of tensors
 _OPTIONS = {"call": {"approximate", "inplace"}, "glu": {"dim"}}  # keywords beside the input
+_QUICK_SLOPE = 1.702
 
 
 def matches_of(value: Value, role: RoleOf) -> Iterator[AnyMatch]:
@@ -276,7 +277,32 @@ def _applied(value: Value, role: RoleOf) -> Tuple[Optional[Act], Optional[Value]
             name = node.func.attr
             if name in _METHODS:
                 return Act("method", _METHODS[name], name=name), value.part(node.func.value)
+    return _self_gated(value, role) if value.half is None else (None, None)
+
+
+def _self_gated(value: Value, role: RoleOf) -> Tuple[Optional[Act], Optional[Value]]:
+    """``h * sigmoid(h)``, and ``h * sigmoid(1.702 * h)``"""
+    node = value.node
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        for first, second in ((node.left, node.right), (node.right, node.left)):
+            gate, other = value.part(first), value.part(second)
+            if gate.half is not None or not is_call(gate.node, role, Role.SIGMOID):
+                continue
+            scaled, slope = _scaled(gate.node.args[0])
+            inner = gate.part(scaled)
+            if inner.node is other.node and inner.half == other.half and slope in (1.0, _QUICK_SLOPE):
+                act = Act("self-gated", Role.ACTIVATION, gate.node.func, slope=slope)
+                return act, dataclasses.replace(inner, read=inner.read | other.read)
     return None, None
+
+
+def _scaled(node: ast.expr) -> Tuple[ast.expr, float]:
+    """``h`` and ``c`` of ``c * h``."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        for first, second in ((node.left, node.right), (node.right, node.left)):
+            if isinstance(first, ast.Constant) and isinstance(first.value, float):
+                return second, first.value
+    return node, 1.0
 
 
 # Matches of whole methods.

@@ -1,6 +1,6 @@
 """Activations that a method spells out, in place of calling a function or a module with one tensor alone.
 
-What a rewritten method makes of ``F.gelu(h, approximate=self.approximate)`` or ``h.relu()``: a callable
+What a rewritten method makes of ``F.gelu(h, approximate=self.approximate)`` or ``h * torch.sigmoid(h)``: a callable
 that computes what the source says, and knows which row of the table that is, by what the parts are at the time.
 """
 
@@ -24,6 +24,7 @@ _GELU_FUNCTION, _GLU_FUNCTION, _GLU_FORWARD = F.gelu, F.glu, nn.GLU.forward
 _GELU = {"none": get_activation("gelu"), "tanh": get_activation("gelu_pytorch_tanh")}  # by ``approximate``
 _INPLACE = (F.relu, F.silu)  # functions with an option of that name
 _are_unchanged = getattr(native.plain_modules, "are_unchanged", are_unchanged)  # compiled, if there is compiled code
+_SELF_GATED = {1.0: "silu", 1.702: "quick_gelu"}
 
 
 class Form:
@@ -71,6 +72,13 @@ def method(name: str) -> Form:
     return Form(name, lambda h: getattr(h, name)(), row)
 
 
+def self_gated(function: Callable[[Tensor], Tensor], slope: float) -> Form:
+    """``h * function(slope * h)``"""
+    row = get_activation(_SELF_GATED[slope]) if activation_of(function) is get_activation("sigmoid") else None
+    # Without a slope no product is written, and none is rounded.
+    return Form(_SELF_GATED[slope], lambda h: h * function(h if slope == 1.0 else slope * h), row)
+
+
 def glu(function: Callable[..., Tensor], *options: int, **named: int) -> Form:
     """``function(h, *options, **named)``, which is ``up * sigmoid(gate)`` of the halves of h"""
     given = (*options, *named.values())
@@ -103,6 +111,7 @@ _products: Dict[Callable[..., Tensor], Tuple[Form, Tuple[Any, ...]]] = {}  # tho
 FORMS: Dict[str, Callable[..., Form]] = {
     "call": call,
     "method": method,
+    "self-gated": self_gated,
     "glu": glu,
     "factor": factor,
 }
