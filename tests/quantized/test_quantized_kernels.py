@@ -76,7 +76,7 @@ class Fp8:
 
     @classmethod
     def drawn(cls, draw: random.Random, n: int, k: int, rows: int, device):
-        """Calls of more rows, in blocks that no kernel takes by rounding x: test_quantized_scaled.py has the others."""
+        """Of more rows, in blocks that no kernel takes by rounding x: test_quantized_scaled.py has the others."""
         blocks = [(128, 128), (128, 128), (1, max(k, 1)), (max(n, 1), max(k, 1))] if rows <= 32 or not ON_GPU else []
         return cls(n, k, device, draw.choice([*blocks, (4, 256), (4, 128)]))
 

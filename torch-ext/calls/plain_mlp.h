@@ -33,19 +33,19 @@ struct Block {
   bool modulation_wide = false;  // likewise
 };
 
-// The number of an op's operands that are those of a block.
+// How many operands of an op are those of a block.
 constexpr Py_ssize_t kBlockOperands = 11;
 
 // The dtype of a tensor that the compiled ops take, and are free to: borrowed; nullptr where they do not.
 PyObject* dtype_taken(PyObject* x);
 
-// True if an operand is a torch.Tensor or an nn.Parameter, and no subclass of them.
+// Whether an operand is a torch.Tensor or an nn.Parameter, and no subclass of them.
 bool is_tensor(PyObject* operand);
 
-// True if all of these operands, among which are tensors, numbers and None, that are tensors are of a dtype.
+// Whether all of these operands, among which are tensors, numbers and None, that are tensors are of a dtype.
 Answer are_of(PyObject* operands, PyObject* dtype);
 
-// True if one of these operands needs a gradient.
+// Whether one of these operands needs a gradient.
 Answer needs_gradient(PyObject* operands);
 
 // The number of a tensor's elements, and that along its last dimension; negative where an error of Python's is
@@ -53,7 +53,7 @@ Answer needs_gradient(PyObject* operands);
 int64_t number_of_elements(PyObject* tensor);
 int64_t size_of_last(PyObject* tensor);
 
-// True if the first layer does too little on a GPU for an op that autograd records, by so many multiplications.
+// Whether the first layer does too little on a GPU for an op that autograd records, by so many multiplications.
 Answer is_little_work(bool gated, bool in_eval, int64_t work);
 
 // The result, or the operands of the op where that is left to Python. nullptr is an error where one is set, else an

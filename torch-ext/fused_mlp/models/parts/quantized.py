@@ -84,7 +84,7 @@ def _fp8_functions() -> Guarded:
 
 
 def _functions(kind: type) -> Guarded:
-    """The functions that the forward of a class calls: owners, names and functions; nothing where one is not there."""
+    """What the forward of a class calls: owners, names and functions; nothing where one is not there."""
     forward = getattr(kind, "forward", None)
     around = forward.__globals__ if isinstance(forward, FunctionType) else {}
     fix, package = around.get("fix_4bit_weight_quant_state_from_module"), around.get("bnb")
