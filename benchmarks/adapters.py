@@ -111,7 +111,7 @@ def of_mlp(shape: tuple, adapters: Adapters, backward: bool, fused_mlp, clock: t
         leaf.requires_grad_()
 
     def inside(forward: Callable[[Tensor], Tensor]) -> Tensor:
-        with adapters.surroundings(), torch.set_grad_enabled(backward):
+        with adapters.context(), torch.set_grad_enabled(backward):
             return forward(mlp.x)
 
     def step(forward: Callable[[Tensor], Tensor]) -> list[Tensor]:

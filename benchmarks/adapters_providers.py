@@ -15,7 +15,7 @@ SCALING = 2.0
 
 @dataclass(frozen=True)
 class Adapters:
-    """How the adapters of a case are kept and computed."""
+    """The way that the adapters of a case are kept and computed."""
 
     dtype: torch.dtype = torch.bfloat16
     dropout: float = 0.0
@@ -28,7 +28,7 @@ class Adapters:
     def autocast(self) -> torch.dtype | None:
         return torch.bfloat16 if self.dtype is torch.float32 else None
 
-    def surroundings(self) -> contextlib.AbstractContextManager:
+    def context(self) -> contextlib.AbstractContextManager:
         return torch.autocast(DEVICE, self.autocast, enabled=self.autocast is not None)
 
 

@@ -14,7 +14,7 @@ import transformers
 from kernels import get_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# How far the largest difference may be from zero, as a part of the largest value.
+# The largest difference that is allowed, as a part of the largest value.
 TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-3}
 
 SENTENCES = [

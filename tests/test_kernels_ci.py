@@ -1,4 +1,4 @@
-"""What kernel-builder runs on every variant (`nix run .#ci-test`), and a release on what it has uploaded.
+"""The tests that kernel-builder runs on every variant (`nix run .#ci-test`), and a release on what it has uploaded.
 
 This file stands alone: beside torch, kernels and pytest it needs nothing but the build.toml of the repository.
 """
@@ -28,14 +28,14 @@ def kernel():
 
 @pytest.fixture(scope="module")
 def backend(kernel) -> str:
-    """What the variant was built for: "cuda", "cpu", and "rocm" or "xpu" where it holds the Triton kernels alone."""
+    """The variant's backend: "cuda", "cpu", and "rocm" or "xpu" where it holds the Triton kernels alone."""
     (loaded,) = [loaded for loaded in get_loaded_kernels() if loaded.module is kernel]
     return str(loaded.metadata.backend.backend_type)
 
 
 @pytest.fixture(scope="module")
 def device(kernel, backend) -> Iterator[str]:
-    """Where the kernels of the variant compute: Triton's where it has no compiled ops."""
+    """The device of the variant's kernels: Triton's where it has no compiled ops."""
     device = "cpu" if INTERPRETED else {"rocm": "cuda"}.get(backend, backend)
     if device != "cpu" and not torch.get_device_module(device).is_available():
         pytest.skip(f"a variant for {backend}, and no GPU")

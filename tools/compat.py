@@ -119,7 +119,7 @@ def tried(version: str) -> Row:
 
 
 def tried_with(version: str) -> Row:
-    """What models of one version of transformers take of it, with the torch and the kernels of the tests."""
+    """The report of models of one version of transformers, with the torch and the kernels of the tests."""
     with _environment({"torch": tested("torch"), "transformers": version}) as python:
         found = _smoke(python, "models.py", "cpu")
     errors = [found["fuse_mlps"], found["register_experts"]]
@@ -193,7 +193,7 @@ gradients, `torch.compile(fullgraph=True)` and `fuse_mlps`, each against float64
 
 
 def summary(rows: list[Row], models: list[Row]) -> list[tuple[str, str, str]]:
-    """What was run, and the least that can work."""
+    """The versions that were run, and the least that can work."""
     python = importlib.metadata.metadata("kernels")["Requires-Python"].removeprefix(">=")
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     cudas = sorted({row.cells[1] for row in rows} - {"none"})

@@ -262,7 +262,7 @@ def generate_spread() -> str:
 
 
 def generate_gains(name: str) -> tuple[list[float], list[float]]:
-    """Of tokens a second: in eager, and with a static cache in CUDA graphs."""
+    """Tokens a second: in eager, and with a static cache in CUDA graphs."""
     eager, graphs = [], []
     for result in run(name)["results"]:
         rates = {way: figures["tokens_per_second"] for way, figures in result["setups"].items()}
@@ -402,7 +402,7 @@ def adapters_machine() -> str:
 
 
 def adapters_gain() -> str:
-    """Of steps without dropout, and the part of the memory."""
+    """Steps without dropout, and the part of the memory."""
     steps = [each for each in run(ADAPTERS)["results"] if each["part"] == "step" and "dropout" not in each["adapters"]]
     times = [each["providers"] for each in steps]
     speedups = [each["eager"]["wall_us"] / each["ours"]["wall_us"] for each in times]

@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def announced(arguments: list[str]) -> str:
-    """What will be installed, and how much of it there is."""
+    """The packages that will be installed, and their size."""
     what = " ".join(argument for argument in arguments if not argument.startswith("-"))
     if sys.platform != "linux" or "--no-deps" in arguments or importlib.util.find_spec("torch") is not None:
         return what
@@ -52,7 +52,7 @@ def show(words: str) -> None:
 
 
 def fault(said: list[str]) -> str:
-    """What kept pip from it, in a line."""
+    """The error of pip, in a line."""
     if any(map(UNREACHABLE.search, said)):
         return "pip reaches no package index: is there a network, and does it need a proxy (pip config list)?"
     reasons = [line.removeprefix("ERROR: ").strip() for line in said if line.startswith("ERROR: ")]

@@ -30,7 +30,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
 Tensor gated_linear(const Tensor& x, const Tensor& gate_weight, const Tensor& up_weight,
                     const OptionalTensor& gate_bias, const OptionalTensor& up_bias, int64_t activation);
 
-// How a call would be computed, as the text of a PlanRecord (plan.h): linear, or gated_linear where there is an
+// The way a call would be computed, as the text of a PlanRecord (plan.h): linear, or gated_linear where there is an
 // up_weight; and where there is a second_weight, mlp or gated_mlp, whose second layer it is.
 std::string plan(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight,
                  const OptionalTensor& second_weight, const OptionalTensor& bias, const OptionalTensor& up_bias,
@@ -113,7 +113,7 @@ Tensor adapted_experts(const Tensor& x, const Tensor& top_k_index, const Tensor&
                        const std::vector<double>& scalings, int64_t activation, bool gated, bool interleaved,
                        bool transposed, std::optional<double> limit, double up_offset);
 
-// How it would be computed, as `plan` says it of the other ops, of operands that its kernel takes.
+// The way it would be computed, as `plan` says it of the other ops, of operands that its kernel takes.
 std::string plan_experts(const Tensor& x, const Tensor& gate_up_weight, const Tensor& down_weight, int64_t top_k,
                          bool transposed);
 
@@ -162,9 +162,9 @@ std::tuple<Tensor, Tensor, Tensor> training_forward(const Tensor& x, const Tenso
                                                     const OptionalTensor& up_bias, const OptionalTensor& second_bias,
                                                     int64_t activation, bool keep, std::optional<bool> up_first);
 
-// How its products would be computed, as `plan` says it. On a GPU those with an epilogue: the first layer, where it is
-// kept; with a second weight, the gradients of gate and up; and, of a gated layer, that of x. On a CPU the first layer,
-// where it is kept, and the products of the backward.
+// The way its products would be computed, as `plan` says it. On a GPU those with an epilogue: the first layer, where it
+// is kept; with a second weight, the gradients of gate and up; and, of a gated layer, that of x. On a CPU the first
+// layer, where it is kept, and the products of the backward.
 std::string plan_training(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight,
                           const OptionalTensor& second_weight, const OptionalTensor& bias,
                           const OptionalTensor& up_bias, int64_t activation, bool keep);
@@ -226,7 +226,7 @@ Tensor quantized_mlp(const Tensor& x, const std::vector<OptionalTensor>& weights
                      const std::vector<double>& offsets, const std::vector<OptionalTensor>& biases, int64_t activation,
                      bool gated);
 
-// How these would be computed, as `plan` says it of the other ops; of one layer, quantized_linear.
+// The way these would be computed, as `plan` says it of the other ops; of one layer, quantized_linear.
 std::string plan_quantized(const Tensor& x, const std::vector<OptionalTensor>& weights,
                            const std::vector<int64_t>& layouts, const std::vector<OptionalTensor>& biases,
                            int64_t activation, bool gated);

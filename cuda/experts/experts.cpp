@@ -98,7 +98,7 @@ Tensor compute_experts(const Tensor& x, const Tensor& top_k_index, const Tensor&
                         static_cast<int>(second.gemm.n),
                         dtype};
   const cudaStream_t stream = current_stream(x);
-  // Of few slots, the factors of their experts alone.
+  // For few slots, the factors of their experts alone.
   const bool of_slots = !sorts && routes.slots() < routes.experts;
   std::pair<RankFactors, RankFactors> ranked;
   if (adapters.any() && routes.slots() > 0) ranked = adapters.for_forward(of_slots, stream);

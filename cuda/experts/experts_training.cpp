@@ -31,7 +31,7 @@ enum Needs {
   kOfDownB = 128
 };
 
-// What an adapter adds to a product: rows [., rank], and the weights that they are multiplied by.
+// The term that an adapter adds to a product: rows [., rank], and the weights that they are multiplied by.
 struct Term {
   Tensor rows, weight;
 };

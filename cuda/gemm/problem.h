@@ -151,7 +151,7 @@ struct GemmProblem {
   bool linear() const { return epilogue.activation == static_cast<int64_t>(Activation::kLinear); }
 };
 
-// What is known of the call around its first product.
+// The facts of the call around its first product.
 struct Place {
   int64_t ctas_before = 0;  // that of GemmProblem
   bool in_block = false;    // true if the call computes a block of a model: an MLP with its residual

@@ -23,7 +23,7 @@ struct NormRows {
 };
 cudaError_t launch_norm(const NormRows& rows, cudaStream_t stream);
 
-// Whether there is a kernel of CTAs that stay for such rows, which takes less time: many, each no longer than a CTA has
+// True if there is a kernel of CTAs that stay for such rows, which takes less time: many, each no longer than a CTA has
 // threads for. It is launched in place of launch_norm's.
 bool have_teams(const NormRows& rows);
 cudaError_t launch_team_norm(const NormRows& rows, int multiprocessors, cudaStream_t stream);

@@ -21,7 +21,7 @@ constexpr int gradient_shared_bytes(int vectors, bool behind, int kept_bytes) {
   return gradient_stages(vectors) * kTeamThreads * (of_packs + 2 * static_cast<int>(sizeof(float)));
 }
 
-// Whether each element of a pack was kept: torch's masks hold a byte for each.
+// True if each element of a pack was kept: torch's masks hold a byte for each.
 template <int Width>
 struct alignas(Width) KeptBytes {
   static_assert(Width % 4 == 0);

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t width_of(DType dtype) { return kVectorBytes / element_bytes(dtype); }
 
-// Whether rows of so many columns are whole vectors in all of these matrices.
+// True if rows of so many columns are whole vectors in all of these matrices.
 template <typename... Matrices>
 bool are_vectors(DType dtype, int64_t rows, int64_t cols, const Matrices&... matrices) {
   const auto aligned = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % kVectorBytes == 0; };
@@ -74,7 +74,7 @@ cudaError_t run(const NormGradients& p, unsigned parts, cudaStream_t stream) {
 
 namespace {
 
-// Whether rows of a sum, whose norm's backward is to come, are a warp's each.
+// True if rows of a sum, whose norm's backward is to come, are a warp's each.
 bool are_sums(const NormRows& p) {
   return p.norm.residual == Residual::kNormed && p.norm.factor == 1.0f && p.sum != nullptr && p.statistics != nullptr &&
          p.cols <= 32 * kMostSumPacks * width_of(p.dtype);

@@ -178,7 +178,7 @@ struct FragmentReader {
   // A step is two pieces. It changes bits of the offset within a row, which the swizzle changes by XOR as well.
   __device__ __forceinline__ static uint32_t step_bits(int step) { return step * 2 * kPieceBytes; }
 
-  // Of the M side, for the first kCount tiles.
+  // Reads the M side, for the first kCount tiles.
   template <int kCount = Tile::kTilesM>
   __device__ __forceinline__ void read(Fragments<Tile>& fragments, uint32_t stage, int step) const {
     const uint32_t side_m = stage + (m ^ step_bits(step));

@@ -129,7 +129,7 @@ struct Wgmma;
   WGMMA_DEFINE(__nv_bfloat16, "bf16", N, R, A, B, P, 0, 1) \
   WGMMA_DEFINE(__half, "f16", N, R, A, B, P, 0, 1)
 
-// Of e4m3 a step is 32 elements along K: as many bytes. Both operands are K-major.
+// In e4m3 a step is 32 elements along K: as many bytes. Both operands are K-major.
 #define WGMMA_DEFINE_E4M3(N, R, A, B, P)                                                                               \
   template <>                                                                                                          \
   struct Wgmma<__nv_fp8_e4m3, N> {                                                                                     \

@@ -81,7 +81,7 @@ def check(fused_mlp, made, dtype, names=(), **options):
         assert mine.dtype == other.dtype
         size = exactly.norm() + 1e-12
         errors = [((each.double() - exactly).norm() / size).item() for each in (mine, other)]
-        # Of few tokens a gradient may be small by cancellation, whoever computes it.
+        # With few tokens a gradient may be small by cancellation, whoever computes it.
         assert errors[0] <= 2 * errors[1] + (1e-5 if dtype == torch.float32 else 1e-2), f"{name}: {errors}"
         assert errors[0] <= (1e-4 if dtype == torch.float32 else 2e-2) or made["x"].shape[0] < 30, f"{name}: {errors}"
 
@@ -108,7 +108,7 @@ def test_one_adapter_alone(fused_mlp, device, which):
     check(fused_mlp, made, torch.float32, ("x", f"{which[0]}_a", f"{which[0]}_b"), which=which)
 
 
-# Of tokens, k, experts, sizes and ranks: those that the kernels of Hopper take, and that are composed elsewhere.
+# Tokens, k, experts, sizes and ranks: those that the kernels of Hopper take, and that are composed elsewhere.
 SHAPES = [
     (1, 2, 16, (128, 128), 8),
     (5, 2, 12, (192, 192), 64),
@@ -151,7 +151,7 @@ def test_kernels_take_them(fused_mlp, device, monkeypatch, tokens, k, experts, s
 
 @hopper
 def test_a_graph_that_is_kept(fused_mlp, device):
-    """What was kept is overwritten by the last backward alone."""
+    """The kept values are overwritten by the last backward alone."""
     made = drawn(60, 2, 4, (128, 192, 128), device=device, dtype=torch.bfloat16)
     made["top_k_weights"] = made["top_k_weights"].nan_to_num(0.3)
     made |= factors(made, 8)

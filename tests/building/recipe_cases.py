@@ -1,4 +1,4 @@
-"""What test_recipes.py runs in a copy of the tree to which its synthetic activation or epilogue was added."""
+"""The program that test_recipes.py runs in a copy of the tree with its synthetic activation or epilogue."""
 
 import os
 

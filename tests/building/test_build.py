@@ -206,7 +206,7 @@ def test_what_pip_says_of_a_failure_is_one_line():
 
 
 def test_an_installation_says_little(tmp_path):
-    """What is to come, and nothing of what pip says."""
+    """The plan of what is to come, and nothing of what pip says."""
     wheel = tmp_path / "small-1-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as files:
         files.writestr("small.py", "")
@@ -278,7 +278,7 @@ def test_variant_is_laid_out_for_the_loader(backend, request):
     ],
 )
 def test_which_build_is_loaded(tmp_path, monkeypatch, cuda, gpu, metal, machine, loaded):
-    """Where there is no GPU, or one of a Mac, it is the CPU variant of a release that is fetched to be tried."""
+    """Without a GPU, or with one of a Mac, it is the CPU variant of a release that is fetched to be tried."""
     for name in ("cpu-x86_64-linux", "cpu-aarch64-linux", "cpu-aarch64-darwin", "cu130-x86_64-linux"):
         (tmp_path / f"torch-stable-abi211-{name}").mkdir()
     monkeypatch.setattr(project, "BUILD", tmp_path)
@@ -462,7 +462,7 @@ def test_an_interrupted_build_is_one_line(small):
     (small.root / "slow").chmod(0o755)
     command = [sys.executable, "-u", "tools/build.py", "--backend", "cpu"]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    # What a shell runs in its background ignores Ctrl-C, and so would its children.
+    # A program that a shell runs in its background ignores Ctrl-C, and so would its children.
     options["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     environment = os.environ | {"CXX": str(small.root / "slow")}
     with subprocess.Popen(command, cwd=small.root, env=environment, **options) as building:

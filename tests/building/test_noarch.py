@@ -102,7 +102,7 @@ def test_the_two_hold_the_same_code(build):
 
 
 def test_the_kernels_compute(build, tmp_path):
-    """What kernel-builder runs on every variant, on Triton's interpreter, for one of the two."""
+    """The tests that kernel-builder runs on every variant, on Triton's interpreter, for one of the two."""
     (tmp_path / "torch_for.py").write_text(torch_for("rocm"))
     tests = [str(project.ROOT / "tests/test_kernels_ci.py"), "--rootdir", str(tmp_path), "--noconftest"]
     command = [sys.executable, "-m", "pytest", *tests, "-p", "torch_for", "-p", "no:cacheprovider"]

@@ -55,6 +55,19 @@ def test_exports(fused_mlp):
     assert all(getattr(fused_mlp.layers, name).__doc__ for name in fused_mlp.layers.__all__)
 
 
+def test_folders():
+    """Ten files at most in each; those of ``models`` import from what stands above them in the README's table alone."""
+    package = ROOT / "torch-ext" / project.python_name()
+    assert all(len(list(folder.glob("*.py"))) <= 10 for folder in (package, *filter(Path.is_dir, package.rglob("*"))))
+    models = package / "models"
+    floors = re.findall(r"^\| `(\w+)/` \|", (models / "README.md").read_text(), re.MULTILINE)
+    assert sorted(floors) == sorted(place.parent.name for place in models.glob("*/__init__.py"))
+    for floor, name in enumerate(floors):
+        for file in (models / name).glob("*.py"):
+            imported = re.findall(r"^ *from \.\.(\w+)", file.read_text(), re.MULTILINE)
+            assert set(imported) <= set(floors[: floor + 1]), file
+
+
 SCRIPT = """
 import torch, transformers
 import torch.nn.functional as F

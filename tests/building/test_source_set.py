@@ -1,4 +1,4 @@
-"""What kernel-builder's `nix run .#ci-test` runs, run from the files that kernel-builder takes of this tree."""
+"""The tests of kernel-builder's `nix run .#ci-test`, run from the files that kernel-builder takes of this tree."""
 
 import os
 import shutil

@@ -1,4 +1,5 @@
-"""What `make tune` fits chooses near the best kernel, and the package, compiled with it, chooses the same. No GPU."""
+"""The model that `make tune` fits chooses near the best kernel, and the package, compiled with it, chooses the same. No
+GPU."""
 
 import itertools
 import re

@@ -722,7 +722,7 @@ def test_rows_of_skipped_slots_are_not_read(fused_mlp, device, compiled, monkeyp
 
 
 def test_by_a_kernel_or_not_at_all(fused_mlp, device):
-    """Where the call would be composed of parts, as under autograd, nothing is computed."""
+    """If the call would be composed of parts, as under autograd, nothing is computed."""
     calls = importlib.import_module(f"{fused_mlp.__name__}.calls")
     made = drawn(device=device)
     if device.type == "cuda":
@@ -768,7 +768,7 @@ def test_exported(fused_mlp, device):
 
 
 def test_ops(fused_mlp, device):
-    """What torch asks of an op: its schema, and what it says of shapes that it has not computed."""
+    """The answers that torch wants of an op: its schema, and what it says of shapes that it has not computed."""
     namespace = getattr(torch.ops, fused_mlp.__name__)
     offsets = torch.tensor([2, 2, 5], dtype=torch.int32, device=device)
     a, b = torch.randn(6, 4, device=device), torch.randn(6, 5, device=device)
@@ -864,7 +864,7 @@ def test_explained(fused_mlp, device):
 
 
 def test_any_call(fused_mlp, device, implementation):
-    """What nobody thought of: everything drawn by chance."""
+    """Cases that nobody thought of: everything drawn by chance."""
     draw = random.Random(torch.randint(1 << 30, ()).item())
     for _ in range(12):
         form = draw.choice(list(forms()))

@@ -16,7 +16,7 @@ BOUND = 1e-5
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """What is so small is sooner done by one."""
+    """A call so small is sooner done by one."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -37,7 +37,7 @@ def tokens(model, ids):
 
 
 def states(fused_mlp, model):
-    """How the groups of experts of a model run, as explain has it."""
+    """The way that the groups of experts of a model run, as explain has it."""
     return [fused_mlp.explain(module).implementation for module in mixtures.groups(model).values()]
 
 
@@ -128,7 +128,7 @@ def test_equal_choices(fused_mlp, device, model_type, way):
 
 
 def result(module, *given):
-    """What a call returns; the type of an error that it raises."""
+    """The result of a call; the type of an error that it raises."""
     try:
         return module(*given)
     except Exception as raised:

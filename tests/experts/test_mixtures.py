@@ -134,7 +134,7 @@ def routed(device="cpu", dtype=torch.float32, experts=EXPERTS):
 
 
 def run(module, given, implementation):
-    """What a module gives by an implementation, and the gradients."""
+    """The result of a module by an implementation, and the gradients."""
     module.config._experts_implementation = implementation
     x, index, weights = given
     x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
@@ -224,7 +224,7 @@ def test_gates_that_are_not_known(fused_mlp, device, registered, kind, options):
 
 
 def test_a_limit_that_changes(fused_mlp, device):
-    """What a gate reads is read at every call."""
+    """The attributes of a gate are read at every call."""
     module, given = made(Limited).to(device), routed(device)
     fused = copy.deepcopy(module)
     assert fused_mlp.fuse_mlps(fused).modules
@@ -305,7 +305,7 @@ def test_functions_of_others(fused_mlp, device, monkeypatch):
 
 
 def test_on_another_device(fused_mlp):
-    """Where there is no kernel, the products of groups stay, and a class's own loop does not."""
+    """Without a kernel, the products of groups stay, and a class's own loop does not."""
     module = made(Base, implementation="grouped_mm").to("meta")
     (entry,) = fused_mlp.fuse_mlps(module).modules
     assert entry.reason == "runs as it is: grouped_mm of torch.float32 on meta, for which there is no kernel"
@@ -370,7 +370,7 @@ class Keeping(Loop):
 
 
 def test_loops_of_other_classes(fused_mlp, device):
-    """What they compute is read; what is not the known sum is left as it is."""
+    """Their computation is read; what is not the known sum is left as it is."""
     experts = "experts" if device.type == "cuda" else "experts in inference"
     for kind, pattern in ((Loop, experts), (Scaled, None), (Keeping, None)):
         torch.manual_seed(0)
@@ -401,7 +401,7 @@ def test_what_trains_on_a_cpu(fused_mlp, monkeypatch, way):
 
 
 def bytes_kept(module, given):
-    """What autograd keeps of a call, beside parameters."""
+    """The tensors that autograd keeps of a call, beside parameters."""
     kept = {}
 
     def keep(tensor):

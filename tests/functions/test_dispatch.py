@@ -82,7 +82,7 @@ def test_parts_are_what_runs_on_a_cpu(fused_mlp, function, change, dtype):
 @pytest.mark.parametrize("rows", [31, 64])
 @pytest.mark.parametrize("function", ["gated_linear", "mlp", "gated_mlp"])
 def test_products_of_training_on_a_cpu(fused_mlp, function, rows, dtype):
-    """What computes inference computes training, but products of few rows in the backward of bfloat16."""
+    """The backend of inference computes training, but products of few rows in the backward of bfloat16."""
     made = operands(function, (rows,), (72, 200, 64), dtype=dtype)
     call = getattr(fused_mlp, function)
     inference = fused_mlp.explain(call, **made).parts[0]
@@ -101,7 +101,7 @@ def codes_in(header, array):
 
 
 def test_every_record_has_words(fused_mlp):
-    """What C++ may write into a record, Python has words for."""
+    """Python has words for all that C++ may write into a record."""
     plans = importlib.import_module(f"{fused_mlp.__name__}.backends.plans")
     none, *refusals = codes_in("torch-ext/ops/plan.h", "kRefusalCodes")
     records = [{"implementation": "torch", "refusal": refusal, "pointwise": "cuda"} for refusal in refusals]

@@ -1,4 +1,5 @@
-"""What torch-ext/operands/dlpack.h says of DLPack's structures is what torch's copy of the standard's header says."""
+"""The words of torch-ext/operands/dlpack.h about DLPack's structures is what torch's copy of the standard's header
+says."""
 
 import shutil
 import subprocess

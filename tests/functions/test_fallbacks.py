@@ -1,4 +1,4 @@
-"""Where a fused method cannot be fused, the statements of its source run, and little else."""
+"""If a fused method cannot be fused, the statements of its source run, and little else."""
 
 import copy
 import functools
@@ -16,7 +16,7 @@ from safety import assert_close, x_of
 
 
 def frames(fused_mlp, call) -> int:
-    """How many Python functions of the package, the fused methods among them, a call runs."""
+    """The number of Python functions of the package, the fused methods among them, a call runs."""
     home, count = fused_mlp.__path__[0], 0
 
     def see(frame, event, _):
@@ -118,7 +118,7 @@ def test_an_input_is_computed_once(fused_mlp, device):
 
 
 class LocalCondition(nn.Module):
-    """What decides a branch behind the MLP is a name that the code binds anew."""
+    """A name that the code binds anew decides a branch behind the MLP."""
 
     def __init__(self):
         super().__init__()
@@ -167,7 +167,7 @@ def test_a_module_in_training_is_reported_with_its_rows(fused_mlp, device, monke
 
 
 def test_rows_of_relu(fused_mlp, device, monkeypatch):
-    """Where autograd keeps the activation's result, an op saves time from 64 times as many rows on."""
+    """If autograd keeps the activation's result, an op saves time from 64 times as many rows on."""
     dispatch = sys.modules[f"{fused_mlp.__name__}.dispatch"]
     for key in dispatch.LEAST_WORK:
         monkeypatch.setitem(dispatch.LEAST_WORK, key, 0)

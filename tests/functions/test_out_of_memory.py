@@ -1,4 +1,4 @@
-"""Where memory runs out, the error is torch's own: callers tell it from others by its class and its words.
+"""If memory runs out, the error is torch's own: callers tell it from others by its class and its words.
 
 This file is a program too, run in a process of its own: whatever came behind would find no memory.
 """

@@ -25,7 +25,7 @@ def test_any_product(fused_mlp, device, implementation, repetition, dtype):
 
 @pytest.mark.parametrize("repetition", range(2))
 def test_any_product_of_fake_tensors(fused_mlp, device, repetition):
-    """What torch.compile is told of strides is what the ops return."""
+    """The strides that torch.compile is told are those that the ops return."""
     strides = importlib.import_module(f"{fused_mlp.__name__}.backends.strides")
     table = importlib.import_module(f"{fused_mlp.__name__}.activations")
     draw = random.Random(torch.initial_seed())

@@ -105,7 +105,7 @@ def assert_near(got, expected):
 
 
 def calls(module):
-    """What a module computes, by what is asked of it and by what was then decided."""
+    """The result of a module, by what is asked of it and by what was then decided."""
     weight = module._parameters["gate_up_proj"]
     x, index, weights = given(weight.device)
     with torch.no_grad():

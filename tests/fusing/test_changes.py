@@ -58,7 +58,7 @@ def new_data(part):
 
 
 def with_bias_of(*shape):
-    """What torch broadcasts; None stands for the features."""
+    """Shapes that torch broadcasts; None stands for the features."""
 
     def change(part):
         sizes = [part.weight.shape[0] if size is None else size for size in shape]

@@ -1,4 +1,4 @@
-"""What compiled code asks of Python's objects may raise anywhere: an error that is set is raised or answered, not
+"""A question of compiled code to Python's objects may raise anywhere: an error that is set is raised or answered, not
 dropped, and no result comes with one."""
 
 import contextlib

@@ -1,4 +1,4 @@
-"""What watches or changes the functions of torch, and every module, also watches and changes fused modules."""
+"""Modes that watch or change the functions of torch, and every module, also watches and changes fused modules."""
 
 import contextlib
 import copy
@@ -177,7 +177,7 @@ def products_in_bfloat16():
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("kind", [*KINDS, Halves, OwnBlock])
 def test_products_of_float32_in_bfloat16(fused_mlp, kind, when, with_grad):
-    """What torch may do to float32 on a CPU is done to fused models too, and to no other dtype."""
+    """The reductions that torch may do to float32 on a CPU is done to fused models too, and to no other dtype."""
     module = kind().eval()
     fused = copy.deepcopy(module)
     with products_in_bfloat16() if when == "before" else contextlib.nullcontext():

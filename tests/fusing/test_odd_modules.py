@@ -120,7 +120,7 @@ def test_an_error_that_nobody_foresaw(fused_mlp, device, monkeypatch):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
 def test_an_interrupted_call_changes_nothing(fused_mlp, device, monkeypatch, error):
-    """What an earlier call has fused stays fused, too."""
+    """Modules that an earlier call has fused stay fused, too."""
     verification = importlib.import_module(f"{fused_mlp.__name__}.models.verification")
     model = nn.Sequential(Gated(), Plain(), Intermediate(sizes=(32, 32))).to(device)
     fused_mlp.fuse_mlps(model[0])

@@ -22,7 +22,6 @@ from modules import (
     PackedGated,
     Plain,
     SpelledOut,
-    SquaredReLU,
     TransposedPlain,
 )
 from safety import assert_close, x_of
@@ -46,7 +45,7 @@ def of_own_function():
 
 
 KINDS = [
-    *(Decoder, Gated, Intermediate, OfFunctions, OwnLinears, PackedGated, Plain, SpelledOut, SquaredReLU),
+    *(Decoder, Gated, Intermediate, OfFunctions, OwnLinears, PackedGated, Plain, SpelledOut),
     *(TransposedPlain, of_own_function, sequence, sequence_of_conv1d, sequence_with_dropout),
 ]
 
@@ -333,7 +332,7 @@ def test_layers_of_other_classes_that_change(fused_mlp, device, kind, first, par
 
 
 def test_layers_that_add_a_bias_by_themselves(fused_mlp, device):
-    """Where autocast casts, the bias alone decides the dtype: such a layer is called, also if it got the bias later."""
+    """Under autocast the bias alone decides the dtype: such a layer is called, also if it got the bias later."""
     module, fused = fused_pair(fused_mlp, OwnLinears(), device)
     x = x_of(device)
     for each in (module, fused):

@@ -1,4 +1,4 @@
-"""What a fused module holds beside what it held: its class stays; its copies, its life, its way back."""
+"""The state of a fused module beside what it held: its class stays; its copies, its life, its way back."""
 
 import copy
 import functools
@@ -64,7 +64,7 @@ def test_fused_twice(fused_mlp, device):
 
 @pytest.mark.parametrize("kind", PROJECTIONS)
 def test_pickle(fused_mlp, device, kind):
-    """What is saved loads with the original forward, to be fused again."""
+    """A saved module loads with the original forward, to be fused again."""
     module = kind().to(device)
     fused_mlp.fuse_mlps(module)
     x = torch.randn(3, 32, device=device)
@@ -136,7 +136,7 @@ def test_parametrizations_that_are_removed(fused_mlp, device):
 
 
 def test_a_class_that_is_patched_later(fused_mlp, device, monkeypatch):
-    """What the class says counts, as it does for a module that was never fused; and again when it is patched back."""
+    """The class's method counts, as it does for a module that was never fused; and again when it is patched back."""
     module = Gated().to(device)
     report = fused_mlp.fuse_mlps(module)
     x = torch.randn(3, 32, device=device)
@@ -346,7 +346,7 @@ def test_a_forward_that_is_set_later(fused_mlp, device):
 
 
 def test_a_bound_method_of_the_class(fused_mlp, device):
-    """What kernelize leaves in every module of a class it knows does not stand in the way."""
+    """The forward that kernelize leaves in every module of a class it knows does not stand in the way."""
     module = Gated().to(device)
     module.forward = MethodType(Gated.forward, module)
     assert fused_mlp.fuse_mlps(module).fused
@@ -495,7 +495,7 @@ def test_pickle_where_the_kernel_is_not(fused_mlp, tmp_path):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("kind", [sequence, Intermediate, Plain, Gated])
 def test_scripted_after_it_is_fused(fused_mlp, device, kind):
-    """What torch.jit.script compiles is the original."""
+    """The original is compiled by torch.jit.script."""
     module = nn.Sequential(kind()).to(device)
     fused_mlp.fuse_mlps(module)
     scripted = torch.jit.script(module)

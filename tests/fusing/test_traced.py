@@ -265,7 +265,7 @@ def between(self, x):
 
 @pytest.mark.parametrize("forward", [in_place, used_twice, with_dropout, between], ids=lambda f: f.__name__)
 def test_what_is_left(fused_mlp, device, forward):
-    """Where something happens between the parts, or somebody else uses one, they are not one op, and right."""
+    """If something happens between the parts, or somebody else uses one, they are not one op, and right."""
 
     class Module(nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""What fuse_mlps compares before it fuses, and what it leaves alone meanwhile: everything."""
+"""The comparison before fuse_mlps fuses, and what it leaves alone meanwhile: everything."""
 
 import contextlib
 import io
@@ -14,7 +14,7 @@ from modules import PROJECTIONS, Decoder, Gated, Plain
 
 
 class NoSuchActivation(nn.SiLU):
-    """What the table takes for SiLU, if its class goes by that name."""
+    """A class that the table takes for SiLU, if its class goes by that name."""
 
     def forward(self, input):
         return 1.1 * super().forward(input)
@@ -25,7 +25,7 @@ NoSuchActivation.forward.__module__ = nn.SiLU.__module__
 
 
 def test_verification(fused_mlp, device):
-    """What does not compute what the table says is found out, unless nobody looks."""
+    """A class that does not compute what the table says is found out, unless nobody looks."""
     report = fused_mlp.fuse_mlps(Gated(NoSuchActivation).to(device))
     assert "computes something else" in report.left[0].reason
     assert fused_mlp.fuse_mlps(Gated(NoSuchActivation).to(device), verify=False).fused
@@ -159,7 +159,7 @@ def test_nothing_of_the_model_is_run_or_changed(fused_mlp, device, training):
 
 
 def test_large_buffers_are_not_copied(fused_mlp):
-    """What is allocated is of the size of a few rows, whatever the module has."""
+    """Memory is allocated of the size of a few rows, whatever the module has."""
     module = Gated(sizes=(256, 1024, 256))
     module.register_buffer("table", torch.zeros(1 << 22))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:

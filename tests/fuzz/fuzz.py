@@ -31,8 +31,7 @@ import machine
 import project
 from fuzz_modules import Source, Writer
 
-# How often at least one of so many cases must be fused in each pattern, and to each extent: who fuses nothing is never
-# wrong.
+# The least part of the cases that must be fused in each pattern, and to each extent: who fuses nothing is never wrong.
 LEAST = {
     **{"plain": 0.02, "linear": 0.05, "gated linear": 0.01, "packed gated": 0.01, "pointwise": 0.005},
     **{"full": 0.1, "partly": 0.005, "with LoRA": 0.02},
@@ -75,7 +74,7 @@ class Made:
             self.root.to(dtype)
 
     def run(self) -> dict:
-        """What a call does, and leaves behind."""
+        """The results of a call, and the state that it leaves behind."""
         source, record = self.source, self.names["record"]
         record.clear()
         self.root.zero_grad()

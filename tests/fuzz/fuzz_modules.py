@@ -759,7 +759,7 @@ class Writer:
         return lambda name: f"def {name}(m):\n" + textwrap.indent("\n".join(lines or ["pass"]), "    ")
 
     def root(self, alone: bool, is_half: bool) -> str:
-        """What holds the module; ``is_half``: it lacks the last projection."""
+        """The owner of the module; ``is_half``: it lacks the last projection."""
         width = self.hidden if is_half else self.n_out
         holders = {
             "m": 12,

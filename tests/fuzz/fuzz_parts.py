@@ -1,4 +1,4 @@
-"""What the modules of fuzz_modules.py are made of, beside what torch and modules.py have."""
+"""The parts of the modules of fuzz_modules.py, beside what torch and modules.py have."""
 
 import functools
 import math

@@ -137,7 +137,7 @@ def gemms_of(architecture: str, fused_mlp) -> Iterator[tuple[str, dict[str, torc
 
 
 def training_kernels() -> Iterator[tuple[str, int, str]]:
-    """What is forced, and the kind of call that shows it: all of sm90's at once, those of sm80 one by one."""
+    """The GEMM that is forced, and the kind of call that shows it: all of sm90's at once, those of sm80 one by one."""
     for architecture in gemm_kernels.ARCHITECTURES:
         if not gemm_kernels.runs_on(architecture, torch.cuda.get_device_capability()):
             continue

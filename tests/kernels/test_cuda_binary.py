@@ -219,7 +219,8 @@ KIB = 2**10
 
 
 def ctas(registers: int, threads: int, shared: int, shared_kib: int, warps: int) -> int:
-    """How many a multiprocessor holds. Registers are given to warps in units of 256; each CTA costs 1 KiB besides."""
+    """The number that a multiprocessor holds. Registers are given to warps in units of 256; each CTA costs 1 KiB
+    besides."""
     registers_of_warp = -(-registers * 32 // 256) * 256
     of_registers = 65536 // registers_of_warp // (threads // 32)
     return min(of_registers, shared_kib * KIB // (shared + KIB), warps // (threads // 32))

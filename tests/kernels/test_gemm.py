@@ -47,7 +47,7 @@ def gemms_of(function: str) -> int:
 
 
 def fused_gemms(fused_mlp, function, made, activation) -> int:
-    """How many of a call's GEMMs are fused, as explain says."""
+    """The number of a call's GEMMs that are fused, as explain says."""
     parts = fused_mlp.explain(getattr(fused_mlp, function), **made, activation=activation).parts
     return sum(part.implementation in gemm_kernels.ARCHITECTURES for part in parts)
 
@@ -341,7 +341,7 @@ LARGE_AND_SMALL = [
 
 @functions
 def test_one_kernel_for_each_gemm(fused_mlp, device, function, architecture):
-    """Where all GEMMs of a call are fused, nothing else runs: two kernels for a whole MLP."""
+    """If all GEMMs of a call are fused, nothing else runs: two kernels for a whole MLP."""
     checked = 0
     for rows, sizes in LARGE_AND_SMALL:
         made = operands(function, (rows,), sizes, dtype=torch.bfloat16, device=device)

@@ -1,4 +1,4 @@
-"""What only a GPU shows: streams, graphs, memory, sizes past 2^31, and how many kernels a call is."""
+"""Tests that only a GPU can run: streams, graphs, memory, sizes past 2^31, and how many kernels a call is."""
 
 import os
 import subprocess

@@ -122,7 +122,7 @@ def test_training_is_chosen_with_the_same_margin(predictor, gpu):
 @gpus
 @pytest.mark.parametrize("transposed", [False, True])
 def test_experts_are_chosen_with_the_same_margin(predictor, gpu, transposed):
-    """Of many experts with few rows ours are estimated to be faster: torch's way launches a product of each."""
+    """For many experts with few rows ours are estimated to be faster: torch's way launches a product of each."""
     for sizes, rows in (
         ((1, 8, 128, 2048, 768), (8, 16)),
         ((16, 8, 128, 2048, 768), (16, 16)),

@@ -86,7 +86,7 @@ def test_in_an_instance_before(fused_mlp, device, classes, tell_ops, dispatched,
 
 @kinds
 def test_in_an_instance_behind(fused_mlp, device, classes, tell_ops, dispatched, given, kind, caplog):
-    """What is fused is taken away: a line of the log and ``explain`` say by whom, and it can be fused again."""
+    """A fused method is taken away: a line of the log and ``explain`` say by whom, and it can be fused again."""
     model = of(kind, device)
     expected = logits(model, given)
     fused_mlp.fuse_mlps(model)

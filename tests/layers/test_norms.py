@@ -204,7 +204,7 @@ def written(tmp_path):
 
 
 def test_what_is_written_is_read(norms, written):
-    """What the next tests replace is not why they pass."""
+    """The next tests do not pass because of what they replace."""
     kind = written(f"return (self.weight * x * {ROOT}).to(dtype)")
     assert norms.code_of(kind(32)) == RMS and norms.known[kind].eps == "variance_epsilon"
     kind = written(f"return ((self.weight.float() + 1) * (x * {ROOT})).to(dtype)")

@@ -139,7 +139,7 @@ def of_another_block(layer):
     layer.weight_scale_inv = nn.Parameter(wide, requires_grad=False)
 
 
-# What is done to the first projection, whether the MLP is fused then, and the products that layers make themselves.
+# The change to the first projection, whether the MLP is fused then, and the products that layers make themselves.
 CHANGES = {
     "weight": (other_weight, True, 0),
     "hook": (lambda layer: layer.register_forward_hook(lambda module, given, output: output * 2), False, 3),

@@ -271,7 +271,7 @@ def without_dtype(layer):
     layer.compute_dtype, layer.compute_type_is_set = None, False
 
 
-# What is done to the first projection, and whether the MLP is fused at the next call and at that after it.
+# The change to the first projection, and whether the MLP is fused at the next call and at that after it.
 CHANGES = {
     "state": (other_state, True, True),
     "weight": (other_weight, True, True),
@@ -369,7 +369,7 @@ def test_the_installed_version_is_known(fused_mlp, dependency):
     assert number(forms[found]) == max(version for version in versions if version <= installed)
 
 
-# What a model is beside its values.
+# The properties of a model beside its values.
 
 
 def test_state_and_copies(fused_mlp, device, ops):
@@ -415,7 +415,7 @@ def test_quantised_after(fused_mlp, device, ops, kind):
 
 @torch.no_grad()
 def test_pickled(fused_mlp, device, ops):
-    """What comes back is not fused."""
+    """The model that comes back is not fused."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     module = quantise(Gated(bias=True, sizes=(64, 128, 64)).to(device, dtype), dtype).train()
     x = torch.randn(5, 64, device=device, dtype=dtype)

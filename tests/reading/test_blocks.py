@@ -389,7 +389,7 @@ class StoredByAMethod(SettledTwice):
 
 
 class StoredInABranch(SettledTwice):
-    """What was so in front of a branch is not so behind it."""
+    """A condition that held in front of a branch does not hold behind it."""
 
     def forward(self, hidden_states):
         residual = hidden_states
@@ -405,7 +405,7 @@ class StoredInABranch(SettledTwice):
 
 
 class StoredBehind(StoredByAMethod):
-    """What was so in front of a block is not so behind it."""
+    """A condition that held in front of a block does not hold behind it."""
 
     def forward(self, hidden_states):
         residual = hidden_states
@@ -468,7 +468,7 @@ def test_an_mlp_on_chunks_that_changes(fused_mlp, device, blocks, monkeypatch, c
 
 
 class Others:
-    """What `F` may stand for instead."""
+    """Another object that `F` may stand for."""
 
     silu = staticmethod(torch.tanh)
 
@@ -836,7 +836,7 @@ class Given(Halves):
 
 
 def test_residuals_of_other_shapes(fused_mlp, device):
-    """What PyTorch broadcasts or promotes it goes on to."""
+    """PyTorch goes on to broadcast and to promote."""
     module, fused = fused_pair(fused_mlp, device, Given)
     lead = x_of(device).shape[:-1]
     for residual in (torch.randn(32), torch.randn(*lead, 1), torch.randn(4, *lead, 32), 2.0):

@@ -73,7 +73,7 @@ def test_one_chunk(device, pair, signatures):
 
 @pytest.mark.parametrize("size", [2, True, 5])
 def test_other_chunks(device, pair, signatures, size):
-    """Of 2 rows; of one, by something equal to 1; and of a size that the rows are no multiple of."""
+    """Chunks of 2 rows; of one, by something equal to 1; and of a size that the rows are no multiple of."""
     module, fused = pair
     x = x_of(device, 3, 6)
     for each in pair:

@@ -1,4 +1,4 @@
-"""Where MLPs are in a source: source in, patterns out."""
+"""MLPs found in a source: source in, patterns out."""
 
 import ast
 import importlib
@@ -11,10 +11,8 @@ ROLES = {
     **dict.fromkeys(("self.p", "self.q", "self.d"), "projection"),
     **dict.fromkeys(("self.act", "gelu"), "activation"),
     **dict.fromkeys(("self.tanh", "tanh"), "unknown activation"),
-    "self.relu": "relu",
-    "relu": "relu",
+    "relu": "activation",
     "sigmoid": "sigmoid",
-    "square": "square",
     "glu": "glu",
     "self.drop": "passing",
     "dropout": "dropout",
@@ -71,11 +69,6 @@ EXPRESSIONS = {
     "self.d(self.p(x).relu())": ["plain"],
     "self.d(self.p(x).relu() * self.q(x))": ["gated"],
     "self.p(x).relu(1)": [],
-    "self.d(self.p(x).relu().square())": ["plain"],
-    "self.d(self.relu(self.p(x)) ** 2)": ["plain"],
-    "self.d(square(relu(self.p(x))))": ["plain"],
-    "self.d(relu(self.p(x)).pow(2))": ["plain"],
-    "self.d(relu(self.p(x)) ** 3)": ["linear"],
     "self.d(self.act(self.p(x)) ** 2)": ["linear"],
     "self.d(self.p(x) * sigmoid(self.p(x)))": ["gated"],  # called twice in the source too
     "self.d(glu(self.p(x)))": ["packed gated, up first"],
@@ -103,10 +96,9 @@ BODIES = {
     "h = self.p(x); return self.d(h * sigmoid(1.702 * h))": ["plain"],
     "h = self.p(x); s = sigmoid(h); return self.d(s * h)": ["plain"],
     "h = self.p(x); return self.d(h * sigmoid(1.5 * h))": ["pointwise"],
-    "h = self.p(x); g = self.q(x); return self.d(h * sigmoid(g))": ["gated"],
     "h = self.p(x); return self.d(h * sigmoid(h)) + h": ["pointwise"],
     "h = self.p(x); return self.d(h * sigmoid(h) * self.q(x))": ["gated"],
-    "h = relu(self.p(x)); h = h.square(); return self.d(h)": ["plain"],
+    "h = self.p(x); g = self.q(x); return self.d(h * sigmoid(g))": ["gated"],
     # Casts under a condition.
     "h = self.act(self.p(x)); if h.dtype != x.dtype: h = h.to(self.d.weight.dtype); return self.d(h)": ["plain"],
     "h = self.act(self.p(x)); if isinstance(h, Tensor): h = h.to(self.d.weight.dtype); return self.d(h)": ["plain"],

@@ -270,7 +270,7 @@ def test_programs_record_the_modules(fused_mlp, device):
 
 
 class Shared(nn.Module):
-    """What the head computes is read once more."""
+    """The hidden values are read once more."""
 
     def __init__(self):
         super().__init__()

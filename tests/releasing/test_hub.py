@@ -94,16 +94,17 @@ class Users:
         }
         return kept | known | more
 
-    def run(self, *command, home: str = "home", **more: str) -> subprocess.CompletedProcess:
-        environment = self.environment(home, more)
-        return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=300)
+    def run(self, name: str, *arguments, home: str = "home", **more: str) -> subprocess.CompletedProcess:
+        """Runs a command that pip has installed, `kernels` or `hf`."""
+        script = Path(sysconfig.get_path("scripts"), name)
+        return forks.run(script, *arguments, cwd=self.folder, env=self.environment(home, more))
 
     def does(self, *command, **more: str) -> str:
-        """What the command prints; it must succeed."""
+        """The output of the command; it must succeed."""
         return self._printed(self.run(*command, **more))
 
     def python(self, program: str | Path, *arguments: str, home: str = "home", **more: str) -> str:
-        """What the code or the script prints; it must succeed."""
+        """The output of the code or the script; it must succeed."""
         done = forks.run(program, *arguments, cwd=self.folder, env=self.environment(home, more))
         return self._printed(done)
 
@@ -197,7 +198,7 @@ def fuse_mlps(model):
 
 
 def test_a_kernel_whose_compiled_ops_do_not_run_is_seen(copy, users_of_copy):
-    """What PyTorch computes in their place is right, and differs in nothing."""
+    """The results of PyTorch in their place are right, and differ in nothing."""
     fault = b'\n_forced = backend("torch")\n_forced.__enter__()\n'
     copy.change({"__init__.py": (copy.ours / "__init__.py").read_bytes() + fault})
     assert "of Llama's MLPs not all were fused" in users_of_copy.fails(*SMOKE)
@@ -272,7 +273,7 @@ print(mlp.forward.__func__.__module__)
 
 
 def test_a_download_that_breaks_off_is_taken_up_again(copy, users_of_copy):
-    """What has arrived is kept by chunks of 10 MiB: a file that is smaller is fetched from its start."""
+    """A download is kept by chunks of 10 MiB: a file that is smaller is fetched from its start."""
     big, chunk = os.urandom(11 << 20), 10 << 20
     copy.change({"big.bin": big})
     (extension,) = copy.ours.glob("*.so")
@@ -361,8 +362,9 @@ for load in (
 
 
 def test_offline(copy, users_of_copy):
-    """What loading a kernel fetches is not enough to load it offline: `kernels` 0.17.2, `huggingface_hub` 2.4.0 look
-    for the branch, which was asked for by its commit, and for the whole of it. What is enough is all of the branch."""
+    """The files that loading a kernel fetches are not enough to load it offline: `kernels` 0.17.2, `huggingface_hub`
+    2.4.0 look for the branch, which was asked for by its commit, and for the whole of it. What is enough is all of the
+    branch."""
     users, folder = users_of_copy, project_folder(users_of_copy)
     (folder / "kernels.lock").write_text(LOCK.format(repo=REPO, version=VERSION, commit=copy.commit))
     place = Path(users.python(f"{GET}; print(kernel.__file__)"))

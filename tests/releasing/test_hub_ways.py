@@ -55,7 +55,7 @@ replaced = pytest.mark.parametrize(("name", "replaced", "layer"), REPLACED, ids=
 
 @pytest.fixture(autouse=True)
 def transformers_as_it_was(monkeypatch, fused_mlp):
-    """What a KernelConfig registers stays registered in a process; and it is made for accelerators alone."""
+    """Kernels of a KernelConfig stay registered in a process; and a KernelConfig is made for accelerators alone."""
     monkeypatch.setattr(monkey_patching, "_monkey_patch_mapping_cache", {})
     monkeypatch.setattr(
         conversion_mapping,

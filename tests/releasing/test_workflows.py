@@ -30,7 +30,7 @@ def unpinned(text: str) -> list[str]:
 
 
 def unknown_targets(text: str) -> set[str]:
-    """What is given to make and is no target of the Makefile."""
+    """The words that are given to make and are no target of the Makefile."""
     makefile = (project.ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
     lines = re.findall(r"^\s*(?:- run: )?make ([a-z -]+)$", text, re.MULTILINE)
@@ -100,7 +100,7 @@ def before(jobs: dict[str, dict], name: str) -> set[str]:
 
 
 def test_what_comes_before_what():
-    """What users load was checked, tested, signed, and run on GPUs as it was uploaded."""
+    """The files that users load were checked, tested, signed, and run on GPUs as they were uploaded."""
     release, build = jobs_of("release"), jobs_of("build")
     assert before(release, "promote") == {"check", "build", "gate", "stage", "gpu"}
     assert before(release, "stage") == {"check", "build", "gate"}
@@ -175,7 +175,7 @@ def test_every_variant_is_built_on_a_machine_of_its_kind(tmp_path):
 
 
 def test_the_folder_of_the_triton_kernels_is_not_taken_for_triton(tmp_path):
-    """Where no triton is installed, and pytest runs at the root."""
+    """A case without an installed triton, and pytest runs at the root."""
     stub(tmp_path / "bin/python", f'exec {sys.executable} "$@"')
     (tmp_path / "pytest.py").write_text("import os, sys; print([os.path.abspath(path) for path in sys.path])")
     script = str(project.ROOT / ".ci/variant")
@@ -185,7 +185,8 @@ def test_the_folder_of_the_triton_kernels_is_not_taken_for_triton(tmp_path):
 
 
 def test_the_first_real_compilation_is_not_the_release():
-    """What a compiler reads is built by Nix, with the oldest toolkit as with the newest, when it comes to main."""
+    """The sources that a compiler reads are built by Nix, with the oldest toolkit as with the newest, when they come
+    to main."""
     on = yaml.safe_load((project.ROOT / ".github/workflows/build.yaml").read_text())[True]  # YAML 1.1 reads `on` so
     assert on["push"]["branches"] == ["main"]
     config = project.config()

@@ -1,4 +1,4 @@
-"""What `check` says is what is chosen, and `benchmark` compares in turns and leaves a model as it was."""
+"""`check` says what is chosen, and `benchmark` compares in turns and leaves a model as it was."""
 
 import subprocess
 import sys
@@ -36,7 +36,7 @@ def test_the_screen(fused_mlp):
 
 
 def kind_at(words, rows):
-    """What a cell says of a number of rows."""
+    """The words of a cell about a number of rows."""
     for part in words.split(", "):
         kind, _, end = part.partition(" ")
         if not end.startswith("to ") or rows <= int(end.removeprefix("to ")):

@@ -1,5 +1,6 @@
 """The examples, the recipes and the README, run as they are printed, through LOCAL_KERNELS and without the Hub."""
 
+import functools
 import os
 import re
 from pathlib import Path
@@ -26,7 +27,7 @@ THIS, OTHER = TORCHS
 
 
 def run(installed, program, folder, **variables):
-    """What a program prints that succeeds, with no LOCAL_KERNELS but a given one."""
+    """The output of a program that succeeds, with no LOCAL_KERNELS but a given one."""
     environment = {name: value for name, value in os.environ.items() if name != "LOCAL_KERNELS"} | variables
     done = forks.run(Path(program), cwd=folder, env=environment, before=TORCHS[installed])
     assert done.returncode == 0, done.stdout + done.stderr
@@ -34,6 +35,7 @@ def run(installed, program, folder, **variables):
     return done.stdout
 
 
+@functools.cache
 def exported(installed):
     """The variables after the `export` that the README shows."""
     assert "export LOCAL_KERNELS=$(.venv/bin/python tools/project.py)" in (project.ROOT / "README.md").read_text()

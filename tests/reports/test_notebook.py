@@ -56,7 +56,7 @@ CELLS = {
 
 @pytest.fixture(scope="module")
 def results():
-    """What each cell ends with; all run in one kernel, one after the other."""
+    """The end of each cell; all run in one kernel, one after the other."""
     head = HEAD.format(repo=project.repo_id(), version=project.version(), backend=machine.device_type())
     sources = [head, *(f"{cell}\n\nprint(fused(Model))" for cell in CELLS.values())]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])

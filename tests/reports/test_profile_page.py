@@ -255,7 +255,7 @@ def overflow(driver):
 
 
 def fetched(driver, path):
-    """What was asked for beside the page itself, by the request log and by the page's own account."""
+    """The requests beside the page itself, by the request log and by the page's own account."""
     own = path.resolve().as_uri()
     entries = driver.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
     return sorted(

@@ -1,4 +1,4 @@
-"""What fuse_mlps and explain tell of a model: how much of it is fused, what is left, and why."""
+"""The reports of fuse_mlps and explain on a model: how much of it is fused, what is left, and why."""
 
 import copy
 

@@ -8,7 +8,7 @@ from safety import alike, assert_same, fuse, llama, pair, reasons, states, ways
 
 PROJECTIONS = ["gate_proj", "up_proj", "down_proj"]
 
-# How the adapter is set up; its weights are never those of the identity.
+# The options of the adapter; its weights are never those of the identity.
 ADAPTERS = {
     "LoRA": lambda: peft.LoraConfig(r=4, target_modules=PROJECTIONS, init_lora_weights=False),
     "LoRA on one": lambda: peft.LoraConfig(r=4, target_modules=["up_proj"], init_lora_weights=False),

@@ -1,4 +1,4 @@
-"""What may stand in the way of experts: fused and equal, or left, and said so."""
+"""Obstructions of experts: fused and equal, or left, and said so."""
 
 import copy
 import pickle
@@ -104,7 +104,7 @@ def test_hooks(fused_mlp, device):
 
 
 def test_weights_replaced(fused_mlp, device):
-    """What is there at the call counts: other values, another dtype, a type of its own."""
+    """The state at the call counts: other values, another dtype, a type of its own."""
     model, fused, ids = pair(fused_mlp, device)
     weight = first(model).down_proj.detach() * 2
     for each in (model, fused):
@@ -191,7 +191,8 @@ def test_sharded(fused_mlp, mesh):
 
 
 def test_expert_parallel(fused_mlp, mesh):
-    """What transformers' plan puts in the place of a forward is left; around a fused one, it shows it local weights."""
+    """A method that transformers' plan puts in the place of a forward is left; around a fused one, it shows it local
+    weights."""
 
     class Style(MoEParamShard):
         def should_use_local_tensors(self, module):
@@ -275,7 +276,7 @@ def test_compiled(fused_mlp, device, way):
 @pytest.mark.parametrize("way", ["grouped_mm", "fused_mlp"])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_equal_layers_compile_one_graph(fused_mlp, device, way, model_type):
-    """What Dynamo sees of one group of experts is what it sees of all that are like it."""
+    """Dynamo sees of one group of experts what it sees of all that are like it."""
     if device.type != "cpu" and way == "grouped_mm":
         pytest.skip("is left on a GPU, in float32")
     fused_mlp.register_experts()
@@ -297,7 +298,7 @@ def test_equal_layers_compile_one_graph(fused_mlp, device, way, model_type):
 
 @pytest.mark.parametrize("way", ["grouped_mm", "batched_mm"])
 def test_in_the_place_of_products_of_groups(fused_mlp, device, way):
-    """Where a kernel takes the call. On a GPU, what autograd follows stays with transformers."""
+    """The calls that a kernel takes. On a GPU, what autograd follows stays with transformers."""
     if device.type == "cuda" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU: others have no kernels of experts")
     model = mixtures.build("mixtral", num_hidden_layers=1).to(device, torch.bfloat16)

@@ -154,7 +154,7 @@ def test_a_child_is_swapped(fused_mlp, device, way, change):
 
 
 def test_a_wider_result_of_one_projection(fused_mlp, device):
-    """What a wrapped projection returns may be of another dtype: products promote it."""
+    """The result of a wrapped projection may be of another dtype: products promote it."""
 
     class Wide(Doubling):
         def forward(self, x):

@@ -64,7 +64,7 @@ def test_quantised_after(fused_mlp, device, way, config):
 @ways
 @configs
 def test_quantised_before(fused_mlp, device, way, config):
-    """Where the quantised product cannot be compared with confidence, the report says so."""
+    """If the quantised product cannot be compared with confidence, the report says so."""
     model, ids, plain = llama_and_logits(device)
     model = quantized(model, config)
     fused = copy.deepcopy(model)

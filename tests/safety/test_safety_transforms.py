@@ -1,5 +1,5 @@
-"""What runs a fused model otherwise than by a plain call: torch.func, checkpointing, higher derivatives, hooks on what
-autograd saves."""
+"""Ways to run a fused model otherwise than by a plain call: torch.func, checkpointing, higher derivatives, hooks on
+what autograd saves."""
 
 import copy
 

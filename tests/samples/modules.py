@@ -125,13 +125,6 @@ class SpelledOut(OfFunctions):
         return self.w2(F.gelu(self.w1(x), approximate="tanh") * self.w3(x))
 
 
-class SquaredReLU(Plain):
-    """A plain MLP whose method spells its activation out, in two functions, as RWKV's does."""
-
-    def forward(self, hidden_states):
-        return self.fc2(torch.square(torch.relu(self.fc1(hidden_states))))
-
-
 class Intermediate(nn.Module):
     """The first half of BERT's MLP."""
 

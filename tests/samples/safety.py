@@ -1,4 +1,5 @@
-"""What the safety tests share: equal modules of which one is fused, in either way, and the comparison of the two."""
+"""The parts that the safety tests share: equal modules of which one is fused, in either way, and the comparison of the
+two."""
 
 import copy
 
@@ -64,7 +65,7 @@ def mlps(model):
 
 
 def states(fused_mlp, model):
-    """How far the MLPs of a model are fused, as explain has it."""
+    """The extent to which the MLPs of a model are fused, as explain has it."""
     return {fused_mlp.explain(module).implementation for module in mlps(model)}
 
 

@@ -27,7 +27,7 @@ def device_type() -> str:
 
 
 def implementations() -> list[str]:
-    """What backend() can force here, beside "torch", with which these are compared."""
+    """The backends that backend() can force here, beside "torch", with which these are compared."""
     return ["cuda", "triton"] if device_type() == "cuda" else ["cpu"]
 
 

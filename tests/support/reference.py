@@ -1,4 +1,5 @@
-"""What the kernel is held to: float64 formulas of the tests' own, and the eager PyTorch sequence that it replaces."""
+"""The references that the kernel is held to: float64 formulas of the tests' own, and the eager PyTorch sequence that it
+replaces."""
 
 import functools
 import math
@@ -161,7 +162,7 @@ def _effective_number(reference: Tensor) -> float:
 
 
 def conditioning(compute: Callable[[dict[str, Tensor]], Sequence[Tensor]], operands: dict[str, Tensor]):
-    """How many times larger the relative error of the result of an index is than that of the operands, in norms.
+    """The factor by which the relative error of the result of an index exceeds that of the operands, in norms.
 
     Where terms cancel, a rounding of each is many roundings of their sum. The operands are moved up or down by chance,
     and equal elements of an expanded one together; the largest of several draws counts. That takes float64 results of
@@ -237,7 +238,7 @@ def assert_no_worse_than_eager(
 
 @contextmanager
 def poisoned_memory(device: torch.device) -> Iterator[None]:
-    """What is allocated meanwhile holds NaNs until it is written to, as PyTorch does it for deterministic code."""
+    """Memory allocated meanwhile holds NaNs until it is written to, as PyTorch does it for deterministic code."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         assert torch.empty(8, device=device).isnan().all()

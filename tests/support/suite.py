@@ -48,7 +48,8 @@ def pytest_collection_modifyitems(items) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: without this, the garbage collector looks at all of it again every few tests."""
+    """Modules that are imported by now stay: without this, the garbage collector looks at all of them again every few
+    tests."""
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,5 @@
-"""What two processes run for test_distributed.py: fused models under every kind of parallelism, against one process.
+"""The program of two processes for test_distributed.py: fused models under every kind of parallelism, against one
+process.
 
     RANK=0 WORLD_SIZE=2 python tests/training/distributed_cases.py gloo OUT      and the same with RANK=1 beside it
 
@@ -273,7 +274,7 @@ CASES = {
 
 
 def refusal(name, backend):
-    """Why a case cannot run with the backend here, or None."""
+    """The reason why a case cannot run with the backend here, or None."""
     if backend == "gloo" and torch.cuda.is_available():
         if name.startswith("transformers"):
             return "transformers shards over the GPUs wherever there are any"

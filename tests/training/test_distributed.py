@@ -26,7 +26,7 @@ has_gpus = pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="NCCL ne
 
 @functools.cache
 def results(backend):
-    """What each rank wrote."""
+    """The output of each rank."""
     script = Path(__file__).with_name("distributed_cases.py")
 
     def start(rank):

@@ -72,7 +72,7 @@ def test_ops_are_no_less_exact_than_torch(ops, written, device, shape, kind, wid
         found = ops.norm_backward(grad, x, weight, statistics, None, None, 0.0, kind, needs)
         for got, right, by_torch in zip((y, *found), expected, eager, strict=True):
             assert got.dtype == by_torch.dtype
-            # Of float32, whose sums are added up in some other order.
+            # For float32, whose sums are added up in some other order.
             assert error(got, right) <= max(1.05 * error(by_torch, right), 6e-7), dtype
         again = ops.norm_backward(grad, x, weight, statistics, None, None, 0.0, kind, needs)
         assert all(map(torch.equal, found, again))
@@ -163,7 +163,7 @@ def test_second_derivatives(fused_mlp, device):
 
 
 def test_gradcheck_of_the_node(fused_mlp, ops, device):
-    """Of the composed gradients, in float64, which the node computes where they are differentiated."""
+    """The composed gradients, in float64, which the node computes where they are differentiated."""
     alone = importlib.import_module(f"{fused_mlp.__name__}.autograd.norms")
     x = torch.randn(3, 8, dtype=torch.float64, device=device, requires_grad=True)
     weight = torch.randn(8, dtype=torch.float64, device=device, requires_grad=True)

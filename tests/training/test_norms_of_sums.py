@@ -181,7 +181,7 @@ def step(model, batch, seed=11, autocast=None):
 
 
 def assert_alike(found, expected):
-    """Where a mask of a dropout were another, these would be far apart."""
+    """With another mask of a dropout, these would be far apart."""
     assert found.keys() == expected.keys()
     for name, right in expected.items():
         torch.testing.assert_close(found[name], right, rtol=2e-4, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}")

@@ -60,7 +60,7 @@ def test_frozen_behind_something_trained(fused_mlp, device, name, dtype):
 @pytest.mark.parametrize("rows", [1, 17, 300])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_wide_layers(fused_mlp, device, dtype, rows):
-    """Of sizes at which an op is taken in training."""
+    """Sizes at which an op is taken in training."""
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_hidden_layers": 1}
     torch.manual_seed(0)
     for kind, config in (
@@ -84,7 +84,7 @@ def test_mixtures(fused_mlp, device, dtype, tokens):
 
 
 def test_a_checkpoint_that_is_reentrant(fused_mlp, device):
-    """What it recomputes is what its forward, which nothing records, has computed."""
+    """It recomputes what its forward, which nothing records, has computed."""
     model, _ = made("Gemma2", device, torch.bfloat16)
     fused_mlp.fuse_mlps(model)
     mlp = model.model.layers[0].mlp

@@ -181,7 +181,7 @@ def test_backward_of_some_inputs(fused_mlp, device):
 @biases
 @kinds
 def test_gradients_of_gradients(fused_mlp, device, kind, biases, memory):
-    """Of the operands that want one, where others of them are not saved."""
+    """Gradients of the operands that want one, where others of them are not saved."""
     made = operands(kind, device, biases, rows=8)
     for of in subsets(made):
         found = []

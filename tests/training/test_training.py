@@ -1,4 +1,4 @@
-"""What training keeps and how much it takes at most, and real training: fused models follow the unfused loss curve."""
+"""The memory that training keeps and takes at most, and real training: fused models follow the unfused loss curve."""
 
 import copy
 import importlib
@@ -53,7 +53,7 @@ def test_no_rows(fused_mlp, device, function, memory, dtype):
 @pytest.mark.parametrize("rows, width, hidden", [(512, 32, 128), (16, 128, 512), (64, 96, 48)])
 @functions
 def test_memory(fused_mlp, device, function, rows, width, hidden, of):
-    """What is kept is what explain says, and never more than eager keeps; nor is the most at any time."""
+    """The kept values are those that explain names, and never more than eager keeps; nor is the most at any time."""
     made = leaves(operands(function, (rows,), (width, hidden, width), device=device), of)
     if not any(tensor.requires_grad for tensor in made.values()):
         pytest.skip("no such operand")

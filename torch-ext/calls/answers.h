@@ -57,7 +57,7 @@ inline Answer attribute_is_true(PyObject* owner, PyObject* name) {
 
 inline Answer said_by(PyObject* function) { return truth(Owned(PyObject_CallObject(function, nullptr)).get()); }
 
-// Whether no error is set but such as says that something cannot be asked or computed here; that is forgotten then. The
+// True if no error is set but such as says that something cannot be asked or computed here; that is forgotten then. The
 // usual way says what is wrong, or computes it.
 inline bool is_answer() {
   PyObject* const meant[] = {PyExc_AttributeError, PyExc_BufferError, PyExc_IndexError, PyExc_RuntimeError,

@@ -19,7 +19,7 @@ PyObject* is_negated = nullptr;
 PyObject* empty_like = nullptr;
 PyObject* is_profiled = nullptr;
 
-// Whether a function, called with one argument or none, returns something true, or raises.
+// True if a function, called with one argument or none, returns something true, or raises.
 bool true_or_raises(PyObject* function, PyObject* argument = nullptr) {
   const Owned said(PyObject_CallFunctionObjArgs(function, argument, nullptr));
   return !said || PyObject_IsTrue(said.get()) != 0;

@@ -4,7 +4,7 @@
 
 namespace fused_mlp {
 
-// How the operands of an MLP lie in the tuple that its op takes: x, weights, biases (None where there is none), the
+// The places of an MLP's operands in the tuple that its op takes: x, weights, biases (None where there is none), the
 // code of the activation, and with a block what is around the MLP. Where gate and up are packed, there is one weight
 // and one bias for both.
 struct DirectForm {

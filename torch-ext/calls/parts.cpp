@@ -9,7 +9,7 @@
 namespace fused_mlp {
 namespace {
 
-// Whether the forward that a module itself holds is that of its class, bound to it, as `kernels.kernelize` leaves one
+// True if the forward that a module itself holds is that of its class, bound to it, as `kernels.kernelize` leaves one
 // in each module for which it finds no kernel; or where `kernels`, that of a kernel which is known to compute the same.
 Answer is_own_forward(PyObject* own, PyObject* module, bool kernels) {
   const Owned held(bound_function(own, module));
@@ -58,7 +58,7 @@ PyObject* dictionaries_of(PyObject* order) {
   return found.release();
 }
 
-// Whether none of these dictionaries has one of these names.
+// True if none of these dictionaries has one of these names.
 Answer have_none(PyObject* dictionaries, Objects names) {
   for (Py_ssize_t i = 0, count = PyTuple_Size(dictionaries); i < count; ++i) {
     for (PyObject* name : names) {
@@ -69,7 +69,7 @@ Answer have_none(PyObject* dictionaries, Objects names) {
   return kYes;
 }
 
-// Whether a class has none of these attributes, which would hide children of the same names, and looks for attributes
+// True if a class has none of these attributes, which would hide children of the same names, and looks for attributes
 // as nn.Module does. To ask for one that is missing costs an exception, so that is asked once, and from then on the
 // dictionaries of the class and its bases.
 Answer hides_none(PyObject* kind, PyObject* wanted) {
@@ -108,7 +108,7 @@ Answer hides_none(PyObject* kind, PyObject* wanted) {
   return kYes;
 }
 
-// Whether hidden values come out as they go in: of dropout that is not training, or has a probability of 0, of an
+// True if hidden values come out as they go in: of dropout that is not training, or has a probability of 0, of an
 // nn.Identity, and of a cast, whose dtypes fused() looks at.
 Answer passes(PyObject* part, bool recording) {
   if (PyFloat_Check(part)) return answer(PyFloat_AsDouble(part) == 0.0);
@@ -139,7 +139,7 @@ PyObject* active_dropout(PyObject* part, bool recording) {
   return plain ? p : nullptr;
 }
 
-// Whether a norm that knows the shape of what it norms, as torch's do, norms so many features, and has as many weights
+// True if a norm that knows the shape of what it norms, as torch's do, norms so many features, and has as many weights
 // and biases, if any.
 Answer norms_last_dimension(PyObject* state, Py_ssize_t features, PyObject* weight, PyObject* bias) {
   PyObject* normalized = item(state, names().normalized);

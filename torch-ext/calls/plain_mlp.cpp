@@ -12,7 +12,7 @@
 namespace fused_mlp {
 namespace {
 
-// Whether the ops run on x's GPU. Where they run on all, none is asked for again.
+// True if the ops run on x's GPU. Where they run on all, none is asked for again.
 Answer is_refused(PyObject* x) {
   static Answer on_every_gpu = kNo;
   if (settings.refusal == Py_None || on_every_gpu == kYes) return kNo;
@@ -38,7 +38,7 @@ struct Sizes {
   }
 };
 
-// Whether a factor or a term has the features of rows of a tensor as the ops take them: of its dtype, or where `wide`
+// True if a factor or a term has the features of rows of a tensor as the ops take them: of its dtype, or where `wide`
 // of float32.
 Answer are_features_of(PyObject* given, PyObject* tensor, PyObject* dtype, bool wide) {
   if (!is_tensor(given)) return kNo;
@@ -113,7 +113,7 @@ Answer is_little(const Mlp& mlp, PyObject* operands) {
   return is_little_work(gated == kYes, mlp.in_eval, elements * features);
 }
 
-// Whether a block that autograd follows is one that Python records, and large enough for that: the norm of x, the MLP
+// True if a block that autograd follows is one that Python records, and large enough for that: the norm of x, the MLP
 // and the sum with x, or the norm of a sum with the result of an MLP or a layer.
 Answer is_recorded_block(const Block& block, const Mlp& mlp, PyObject* dtype, PyObject* operands, Py_ssize_t place) {
   PyObject *const factor = PyTuple_GetItem(operands, place + 1), *const last = PyTuple_GetItem(operands, place + 9);
@@ -161,7 +161,7 @@ PyObject* called_directly(PyObject* pattern, bool packed, Py_ssize_t layers, boo
   return call_directly({layers, gated == kYes, packed, up_first == kYes, block}, operands);
 }
 
-// Whether the code of an activation is that of none: the op of a block with a single layer applies none.
+// True if the code of an activation is that of none: the op of a block with a single layer applies none.
 bool is_linear(PyObject* code) { return PyLong_AsSsize_t(code) == static_cast<Py_ssize_t>(Activation::kLinear); }
 
 // The operands of a block's op, which has None for the first layer where there is a single one.

@@ -24,7 +24,7 @@ PyObject* running(PyObject* module, PyObject* state, PyObject* segments, bool re
   PyObject *const written = PyTuple_GetItem(segment, 0), *const mark = item(state, settings.mark);
   const bool fused = forward.get() != written;
   if (fused && (mark == nullptr || !PyDict_Check(mark))) return nullptr;  // restored
-  // What the module itself held, and the fused method was made of, hides the class's.
+  // A method that the module itself held, and the fused one was made of, hides the class's.
   const bool held = fused && item(mark, names().forward) == Py_True;
   const bool plain = has_attribute(kind, names().call, settings.call) == kYes &&
                      (held || has_attribute(kind, names().forward, written) == kYes) &&
@@ -32,7 +32,7 @@ PyObject* running(PyObject* module, PyObject* state, PyObject* segments, bool re
   return plain ? segment : nullptr;
 }
 
-// Whether autograd records whatever is computed from x. In training that is so for most calls, whose ops Python
+// True if autograd records whatever is computed from x. In training that is so for most calls, whose ops Python
 // records: asked first, it saves all other questions.
 Answer is_followed(PyObject* x, Answer recording) {
   if (recording != kYes || class_of(x) != settings.tensor) return recording == kError ? kError : kNo;
@@ -88,7 +88,7 @@ PyObject* split_mlp(PyObject* firsts, PyObject* seconds, PyObject* owner, PyObje
   return PyTuple_Pack(3, result.get(), last, second);
 }
 
-// Whether the class of a fused module has this method, and the module the fused one that was made of it, given with
+// True if the class of a fused module has this method, and the module the fused one that was made of it, given with
 // its name before them; kYes for None.
 Answer runs_as_read(PyObject* module, PyObject* state, PyObject* method) {
   if (method == Py_None) return kYes;
@@ -100,7 +100,7 @@ Answer runs_as_read(PyObject* module, PyObject* state, PyObject* method) {
   return read == kYes ? answer(fused.get() == PyTuple_GetItem(method, 2)) : read;
 }
 
-// Where an MLP stands among modules that run in turn, if that is all they are (models/running/sequences.py). Where
+// The places of an MLP among modules that run in turn, if that is all they are (models/running/sequences.py). Where
 // `act` is negative, the first hands over its activation.
 struct Place {
   Py_ssize_t act, second;
@@ -271,7 +271,7 @@ PyObject* py_directly(PyObject* given) {
   return call_directly({weights, of[0] == Py_True, false, false, block}, of[1]);
 }
 
-// Whether a module has an activation that is several operations of torch, so that its parts take long.
+// True if a module has an activation that is several operations of torch, so that its parts take long.
 Answer has_composite(PyObject* state) {
   PyObject *const modules = item(state, names().modules), *name, *child;
   if (modules == nullptr || !PyDict_Check(modules)) return PyErr_Occurred() ? kError : kNo;
@@ -284,7 +284,7 @@ Answer has_composite(PyObject* state) {
   return kNo;
 }
 
-// Whether the first parameter needs a gradient of those that a module has, or else its children, of so many
+// True if the first parameter needs a gradient of those that a module has, or else its children, of so many
 // generations; kError without an error where there are none.
 Answer is_trained(PyObject* state, int generations) {
   PyObject *const parameters = item(state, names().parameters), *const modules = item(state, names().modules);

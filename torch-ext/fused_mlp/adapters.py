@@ -477,7 +477,7 @@ def _layout(
     is_kept = has_values, has_values and is_gated, of_first, of_second, *drops
     # Hidden values behind no activation are not kept.
     wanted = _wanted(needs, recomputes or (is_identity and is_mlp and not is_gated))
-    # What is differentiated again begins with x. It is told apart by weights that are not held.
+    # A gradient that is differentiated again begins with x. It is told apart by weights that are not held.
     wanted = (wanted[0] or held != there, *wanted[1:])
     saved = tuple(place for place, (want, is_held) in enumerate(zip(wanted, held)) if want and is_held)
     others = tuple(place for place in range(1, len(there)) if held[place] and place not in saved)
@@ -499,7 +499,7 @@ def _taking(places: Tuple[int, ...]) -> Callable[[Tuple[Any, ...]], Tuple[Any, .
 
 
 def _wanted(needs: Tuple[bool, ...], recomputes: bool) -> Tuple[bool, ...]:
-    """Whether the gradients that ``needs`` says need each of the operands, x being the first."""
+    """True for each of the operands that the gradients of ``needs`` need, x being the first."""
     of_x, of_weights, of_biases, of_a, of_b = needs[0], needs[1:4], needs[4:7], needs[7:10], needs[10:]
     first = of_x or any(any(each[:2]) for each in (of_weights, of_biases, of_a, of_b))
     again = recomputes and (first or of_weights[2] or of_a[2])

@@ -49,20 +49,20 @@ constexpr int kMostLayers = 3;
 // where column c of the adapter's input was kept. The rest was dropped.
 using Masks = std::array<OptionalTensor, kMostLayers>;
 
-// What a forward has kept for its backward: gate and up before the activation, and the rows of the adapters of the
-// first layer and of the second.
+// The values that a forward has kept for its backward: gate and up before the activation, and the rows of the adapters
+// of the first layer and of the second.
 struct KeptOfAdapted {
   OptionalTensor gate, up, first_rows, second_rows;
   Masks masks;
 };
 
-// How dropouts in front of adapters draw random numbers: as torch's dropout does of an input in this layout and in the
-// layers' dtype or, where `wide`, in float32; gate before up, or `up_first`.
+// The way dropouts in front of adapters draw random numbers: as torch's dropout does of an input in this layout and in
+// the layers' dtype or, where `wide`, in float32; gate before up, or `up_first`.
 struct Drawing {
   bool wide = false, up_first = false;
 };
 
-// What reaches an adapter behind a dropout, as a matrix, and the mask.
+// The input of an adapter behind a dropout, as a matrix, and the mask.
 struct Dropped {
   Tensor values, mask;
 };

@@ -361,7 +361,7 @@ class Backward {
     }
   }
 
-  // Whether the gradients of gate's and up's weights are made as one batch. It needs the gradients of gate and up at
+  // True if the gradients of gate's and up's weights are made as one batch. It needs the gradients of gate and up at
   // the same time, beside those of all weights, which must not be more memory than eager's six matrices [rows, hidden]
   // beside the gradient of one weight.
   bool batches(int64_t out, int64_t in) const {

@@ -13,7 +13,7 @@
 #include "../operands/operands.h"
 #include "torch_gemm.h"
 
-// How results of elementwise operations lie in memory, and the order in which the pointwise kernels walk tensors.
+// The places of results of elementwise operations in memory, and the order in which the pointwise kernels walk tensors.
 namespace fused_mlp {
 
 using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;

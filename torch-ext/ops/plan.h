@@ -5,8 +5,8 @@
 #include <iterator>
 #include <string>
 
-// How a call would be computed, as a record: `explain` is made from it. backends/native.py reads the record and has the
-// words for it.
+// The way a call would be computed, as a record: `explain` is made from it. backends/native.py reads the record and has
+// the words for it.
 namespace fused_mlp {
 
 // The reason why a layer is computed by torch's GEMM, and not by a kernel that applies its whole epilogue.

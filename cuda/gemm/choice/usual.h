@@ -1,4 +1,4 @@
-// What the host knows of how slots fall on experts, before any index is read.
+// The facts that the host knows of how slots fall on experts, before any index is read.
 #pragma once
 
 #include <algorithm>

@@ -103,7 +103,7 @@ __device__ __forceinline__ void store_rounded(const ScaledArgs& args, float (&va
     }
   }
   wait_for_box();
-  // Of two eights of columns, two lanes exchange a pair, so that each has four columns of one of them.
+  // For two eights of columns, two lanes exchange a pair, so that each has four columns of one of them.
   const bool odd = lane % 2 == 1;
   const uint32_t of_row = box + lane / 4 * 128, in_piece = (lane % 4 / 2 * 4) + (odd ? 8 : 0), swizzle = lane / 4 * 16;
 #pragma unroll

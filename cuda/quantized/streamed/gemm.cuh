@@ -157,7 +157,7 @@ struct CodedCopies {
     }
   }
 
-  // What lies in the places of rows past the last token does not matter: their sums are not stored.
+  // The values in the places of rows past the last token do not matter: their sums are not stored.
   __device__ __forceinline__ void load_tokens(uint32_t stage) const {
     const int first = block * Gemm::kBlockK;
 #pragma unroll

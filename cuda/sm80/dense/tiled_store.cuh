@@ -20,8 +20,8 @@ __device__ __forceinline__ void move_up(Accumulator<Tile>& sums) {
   }
 }
 
-// Of sums whose columns are gates and ups in turns: those of gates first, then those of ups, each of which a lane has
-// two adjacent ones of. It needs them from two other lanes of its four.
+// Parts sums whose columns are gates and ups in turns: those of gates first, then those of ups, each of which a lane
+// has two adjacent ones of. It needs them from two other lanes of its four.
 template <typename Tile>
 __device__ __forceinline__ void part_columns(float (&sums)[Tile::kTilesN][4]) {
   constexpr int kTiles = Tile::kTilesN / 2;

@@ -41,7 +41,7 @@ GroupedKernel kernel_for(const Routes& routes, bool transposed) {
 
 double products(const GroupedProblem& p) { return p.gemm.gated() ? 2.0 : 1.0; }
 
-// What a layer does, by so many experts as are usually chosen.
+// The work of a layer, by so many experts as are usually chosen.
 struct Work {
   double flops, weight_bytes, row_bytes;
 

@@ -9,7 +9,7 @@ namespace fused_mlp::sm80 {
 
 GroupedPlan plan_grouped(const GroupedProblem& problem, const Gpu& gpu);
 
-// What two layers of experts take, with what stands before and behind them, and what torch's way takes: a product of
+// The times of two layers of experts, with what stands before and behind them, and of torch's way: a product of
 // each expert that is chosen, launched by the CPU.
 double experts_microseconds(const GroupedProblem& first, const GroupedProblem& second, const Gpu& gpu);
 double torch_experts_microseconds(const GroupedProblem& first, const GroupedProblem& second, const Gpu& gpu);

@@ -15,7 +15,7 @@ ABSENT = "0" * 40  # git's word for an object that is not there
 
 
 def pointer(oid: str, size: int | str) -> bytes:
-    """What git holds of a big file: its SHA-256 and its size."""
+    """The pointer that git holds of a big file: its SHA-256 and its size."""
     return f"version https://git-lfs.github.com/spec/v1\noid sha256:{oid}\nsize {size}\n".encode()
 
 

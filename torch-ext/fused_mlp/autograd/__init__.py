@@ -1,1 +1,1 @@
-"""What autograd sees of a call: an op forward, an op backward, and what is kept between them."""
+"""Calls as autograd sees them: an op forward, an op backward, and what is kept between them."""

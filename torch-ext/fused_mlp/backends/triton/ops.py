@@ -2,98 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Optional, Tuple
+from typing import Optional
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..._ops import add_op_namespace_prefix, ops
-from .. import strides
+from .. import fakes, strides
 from . import experts, gemm, glu
 
 _DEVICES = ("cuda", "xpu", "cpu")  # the interpreter's tensors are on the CPU
-_TAGS = (torch.Tag.pt2_compliant_tag,)
 
-torch.library.define(
-    add_op_namespace_prefix("triton_act_and_mul"), "(Tensor gate, Tensor up, int activation) -> Tensor", tags=_TAGS
+_GATED = (
+    "(Tensor x, Tensor gate_weight, Tensor up_weight, Tensor? gate_bias, Tensor? up_bias, int activation) -> Tensor"
 )
-torch.library.define(
-    add_op_namespace_prefix("triton_act_and_mul_backward"),
-    "(Tensor grad, Tensor gate, Tensor up, int activation) -> (Tensor, Tensor)",
-    tags=_TAGS,
-)
-torch.library.define(
-    add_op_namespace_prefix("triton_linear"),
-    "(Tensor x, Tensor weight, Tensor? bias, int activation) -> Tensor",
-    tags=_TAGS,
-)
-torch.library.define(
-    add_op_namespace_prefix("triton_gated_linear"),
-    "(Tensor x, Tensor gate_weight, Tensor up_weight, Tensor? gate_bias, Tensor? up_bias, int activation) -> Tensor",
-    tags=_TAGS,
-)
-
-torch.library.define(
-    add_op_namespace_prefix("triton_experts_mlp"),
+_EXPERTS = (
     "(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up_weight, Tensor down_weight, "
     "Tensor? gate_up_bias, Tensor? down_bias, int activation, bool gated, bool interleaved, bool transposed, "
-    "float? limit, float up_offset) -> Tensor",
-    tags=_TAGS,
+    "float? limit, float up_offset) -> Tensor"
 )
 
-torch.library.impl(add_op_namespace_prefix("triton_act_and_mul"), _DEVICES, glu.act_and_mul)
-torch.library.impl(add_op_namespace_prefix("triton_act_and_mul_backward"), _DEVICES, glu.act_and_mul_backward)
-torch.library.impl(add_op_namespace_prefix("triton_linear"), _DEVICES, gemm.linear)
-torch.library.impl(add_op_namespace_prefix("triton_gated_linear"), _DEVICES, gemm.gated_linear)
-torch.library.impl(add_op_namespace_prefix("triton_experts_mlp"), _DEVICES, experts.experts_mlp)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("triton_act_and_mul"))
-def _(gate: Tensor, up: Tensor, activation: int) -> Tensor:
-    return strides.new_product(gate, up, activation)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("triton_act_and_mul_backward"))
-def _(grad: Tensor, gate: Tensor, up: Tensor, activation: int) -> Tuple[Tensor, Tensor]:
-    return strides.new_gradients(grad, gate, up, activation)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("triton_linear"))
-def _(x: Tensor, weight: Tensor, bias: Optional[Tensor], activation: int) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
-@torch.library.register_fake(add_op_namespace_prefix("triton_gated_linear"))
-def _(
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
-    gate_bias: Optional[Tensor],
-    up_bias: Optional[Tensor],
-    activation: int,
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], gate_weight.shape[0]))
-
-
-@torch.library.register_fake(add_op_namespace_prefix("triton_experts_mlp"))
-def _(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    gate_up_weight: Tensor,
-    down_weight: Tensor,
-    gate_up_bias: Optional[Tensor],
-    down_bias: Optional[Tensor],
-    activation: int,
-    gated: bool,
-    interleaved: bool,
-    transposed: bool,
-    limit: Optional[float],
-    up_offset: float,
-) -> Tensor:
-    return x.new_empty((x.shape[0], down_weight.shape[2 if transposed else 1]))
-
+for _name, _schema, _compute, _made in (
+    ("act_and_mul", "(Tensor gate, Tensor up, int activation) -> Tensor", glu.act_and_mul, strides.new_product),
+    (
+        "act_and_mul_backward",
+        "(Tensor grad, Tensor gate, Tensor up, int activation) -> (Tensor, Tensor)",
+        glu.act_and_mul_backward,
+        strides.new_gradients,
+    ),
+    ("linear", "(Tensor x, Tensor weight, Tensor? bias, int activation) -> Tensor", gemm.linear, fakes.like_product),
+    ("gated_linear", _GATED, gemm.gated_linear, lambda x, gate_weight: fakes.like_product(x, gate_weight)),
+    ("experts_mlp", _EXPERTS, experts.experts_mlp, fakes.of_experts),
+):
+    _op = f"triton_{_name}"
+    torch.library.define(add_op_namespace_prefix(_op), _schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(add_op_namespace_prefix(_op), _DEVICES, _compute)
+    fakes.register_result(_op, _made)
 
 act_and_mul = ops.triton_act_and_mul.default
 act_and_mul_backward = ops.triton_act_and_mul_backward.default

@@ -212,7 +212,7 @@ def _adapter(wrapper: nn.Module, base: nn.Module) -> Union[str, Tuple[Tensor, Te
 
 @functools.lru_cache(maxsize=64)
 def known(kind: type) -> Optional[Tuple[Tuple[Any, str, Any], ...]]:
-    """What a call looks up in PEFT's wrapper, if a class is that, and its source was read."""
+    """The names that a call looks up in PEFT's wrapper, if a class is that, and its source was read."""
     if f"{kind.__module__}.{kind.__qualname__}" != _NAME or digest(kind) not in _DIGESTS:
         return None
     return tuple((kind, name, getattr(kind, name)) for name in ("__call__", *_METHODS))

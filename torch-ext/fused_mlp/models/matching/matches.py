@@ -16,8 +16,7 @@ class Act:
 
     ``form``: ``call`` is ``callee(h, *options, **named)``, ``method`` is ``h.name()``, ``self-gated`` is
     ``h * callee(slope * h)``, ``glu`` is ``callee(h, *options, **named)``, which halves h; ``factor`` is the
-    activation in ``callee(h, up)``;
-    ``squared`` is the square of ``call`` or ``method``, as ``base`` says.
+    activation in ``callee(h, up)``.
     """
 
     form: str
@@ -27,7 +26,6 @@ class Act:
     slope: float = 1.0
     options: Tuple[ast.expr, ...] = ()
     named: Tuple[ast.keyword, ...] = ()
-    base: Optional[Act] = None
 
     @property
     def is_callee(self) -> bool:
@@ -37,9 +35,8 @@ class Act:
     @property
     def parts(self) -> Tuple[ast.expr, ...]:
         """The expressions of the source in it."""
-        base = () if self.base is None else self.base.parts
         callee = () if self.callee is None else (self.callee,)
-        return (*callee, *self.options, *(word.value for word in self.named), *base)
+        return (*callee, *self.options, *(word.value for word in self.named))
 
 
 @dataclass(frozen=True)

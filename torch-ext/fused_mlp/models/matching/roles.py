@@ -14,9 +14,9 @@ class Role:
     - PROJECTION: a linear layer; LAYER: another module with parameters; SEQUENCE: a list of modules with MLPs in it
     - FIRST: a module that computes the hidden values of an MLP; SECOND: one that begins with the last projection of an
       MLP; WHOLE: one that is an MLP and no more; NORM, SCALE: see ``norms``
-    - ACTIVATION: a row of the table; SIGMOID, RELU: rows that others are made of; BOUND: a row that is a method;
-      UNKNOWN: an activation without a row; GLU: F.glu or nn.GLU; SQUARE: torch.square;
-      PRODUCT: a function of two tensors that is ``act(gate) * up``
+    - ACTIVATION: a row of the table; SIGMOID: a row that gates other things too; BOUND: a row that is a method;
+      UNKNOWN: an activation without a row; GLU: F.glu or nn.GLU; PRODUCT: a function of two tensors that is
+      ``act(gate) * up``
     - PASSING: a module that hands its input on in evaluation; DROPOUT: F.dropout
     - ASKING: isinstance; FLAG: a function that returns a global; OTHER: known to be none of these
     """
@@ -25,10 +25,10 @@ class Role:
     FIRST, SECOND, WHOLE, NORM, SCALE = "first module", "second module", "whole", "norm", "scale"
     LAYERS = (LAYER, FIRST, SECOND, WHOLE, NORM, SCALE)
     SEQUENCE = "sequence"
-    ACTIVATION, SIGMOID, RELU, BOUND = "activation", "sigmoid", "relu", "bound activation"
-    UNKNOWN, GLU, SQUARE, PRODUCT = "unknown activation", "glu", "square", "product"
+    ACTIVATION, SIGMOID, BOUND = "activation", "sigmoid", "bound activation"
+    UNKNOWN, GLU, PRODUCT = "unknown activation", "glu", "product"
     ASKING, FLAG, OTHER = "asking", "flag", "other"
-    ACTIVATIONS = frozenset((ACTIVATION, SIGMOID, RELU, BOUND, UNKNOWN))
+    ACTIVATIONS = frozenset((ACTIVATION, SIGMOID, BOUND, UNKNOWN))
 
 
 RoleOf = Callable[[ast.expr], Optional[str]]  # the role of a callee

@@ -16,7 +16,7 @@ from .matches import Act, AnyMatch, Block, Ending, Match, Modulation, SplitMLP, 
 from .pattern import Pattern
 from .roles import Role, RoleOf, asking, harmless_calls, is_call, passed_through
 
-_METHODS = {"relu": Role.RELU, "sigmoid": Role.SIGMOID, "tanh": Role.UNKNOWN}  # methods of tensors
+_METHODS = {"relu": Role.ACTIVATION, "sigmoid": Role.SIGMOID, "tanh": Role.UNKNOWN}  # methods of tensors
 _OPTIONS = {"call": {"approximate", "inplace"}, "glu": {"dim"}}  # keywords beside the input
 _QUICK_SLOPE = 1.702
 
@@ -277,24 +277,12 @@ def _applied(value: Value, role: RoleOf) -> Tuple[Optional[Act], Optional[Value]
             name = node.func.attr
             if name in _METHODS:
                 return Act("method", _METHODS[name], name=name), value.part(node.func.value)
-    return _squared(value, role) if value.half is None else (None, None)
+    return _self_gated(value, role) if value.half is None else (None, None)
 
 
-def _squared(value: Value, role: RoleOf) -> Tuple[Optional[Act], Optional[Value]]:
-    """``A(h).square()`` and its spellings, and ``h * sigmoid(h)``"""
-    node, base = value.node, None
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and _is_number(node.right, 2):
-        base = node.left
-    elif is_call(node, role, Role.SQUARE):
-        base = node.args[0]
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.keywords:
-        arguments = {"square": 0, "pow": 1}.get(node.func.attr)
-        if len(node.args) == arguments and all(_is_number(each, 2) for each in node.args):
-            base = node.func.value
-    if base is not None:
-        act, inner = _applied(value.part(base), role)
-        if act is not None and act.role == Role.RELU and act.form in ("call", "method"):
-            return Act("squared", Role.ACTIVATION, base=act), inner
+def _self_gated(value: Value, role: RoleOf) -> Tuple[Optional[Act], Optional[Value]]:
+    """``h * sigmoid(h)``, and ``h * sigmoid(1.702 * h)``"""
+    node = value.node
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         for first, second in ((node.left, node.right), (node.right, node.left)):
             gate, other = value.part(first), value.part(second)
@@ -315,10 +303,6 @@ def _scaled(node: ast.expr) -> Tuple[ast.expr, float]:
             if isinstance(first, ast.Constant) and isinstance(first.value, float):
                 return second, first.value
     return node, 1.0
-
-
-def _is_number(node: ast.expr, number: int) -> bool:
-    return isinstance(node, ast.Constant) and type(node.value) in (int, float) and node.value == number
 
 
 # Matches of whole methods.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any, Callable, Dict, Optional, Tuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -80,12 +79,6 @@ def self_gated(function: Callable[[Tensor], Tensor], slope: float) -> Form:
     return Form(_SELF_GATED[slope], lambda h: h * function(h if slope == 1.0 else slope * h), row)
 
 
-def squared(act: Callable[[Tensor], Tensor]) -> Form:
-    """``act(h) ** 2``"""
-    row = get_activation("relu2") if row_of(act) is get_activation("relu") else None
-    return Form("relu2", lambda h: torch.square(act(h)), row, getattr(act, "inplace", False))
-
-
 def glu(function: Callable[..., Tensor], *options: int, **named: int) -> Form:
     """``function(h, *options, **named)``, which is ``up * sigmoid(gate)`` of the halves of h"""
     given = (*options, *named.values())
@@ -119,7 +112,6 @@ FORMS: Dict[str, Callable[..., Form]] = {
     "call": call,
     "method": method,
     "self-gated": self_gated,
-    "squared": squared,
     "glu": glu,
     "factor": factor,
 }

@@ -1,1 +1,1 @@
-"""What code computes, proved from its source by an interpreter that runs none of it."""
+"""Proofs of what code computes, from its source, by an interpreter that runs none of it."""

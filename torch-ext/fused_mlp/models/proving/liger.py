@@ -32,7 +32,7 @@ _DIGESTS = {
 
 
 def applied(kind: type, args: Tuple[Any, ...]) -> Optional[Node]:
-    """What ``kind.apply(*args)`` computes; None where that is not known.
+    """The value that ``kind.apply(*args)`` computes; None where that is not known.
 
     Both functions are ``act(gate * gate_multiplier) * up * down_multiplier``, where multipliers that are not given are
     one.

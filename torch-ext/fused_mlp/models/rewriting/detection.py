@@ -18,7 +18,6 @@ from . import rewriter
 _ACTIVATIONS = {
     Role.ACTIVATION,
     Role.BOUND,
-    Role.RELU,
     Role.UNKNOWN,
     Role.PRODUCT,
 }  # a sigmoid is more often a gate of something else

@@ -126,8 +126,6 @@ def expression_of(act: Act) -> ast.expr:
         return act.callee
     if act.form == "method":
         return made_call("method", ast.Constant(act.name))
-    if act.form == "squared":
-        return made_call("squared", expression_of(act.base))
     if act.form == "self-gated":
         return made_call("self-gated", act.callee, ast.Constant(act.slope))
     return made_call(act.form, act.callee, *act.options, named=act.named)

@@ -71,7 +71,7 @@ def fused_methods(module: nn.Module, memory: str = "activations") -> Tuple[Dict[
     # Experts hold their weights themselves, stacked. They are fused as a whole (``mixtures``), or left: where they run
     # one by one, each has so few rows that a call of a kernel between its products takes longer than it saves.
     stacked = any(map(_is_stacked, state["_parameters"].values())) and original_of(methods.get("forward")) is None
-    # What the module itself holds runs in place of its class's. Where it has no MLP, the class's tells the reason.
+    # A method of the module's own runs in place of its class's. Where it has no MLP, the class's tells the reason.
     own = {name: method_in(module, name) for name in methods}
     own = {name: function for name, function in own.items() if function is not None and function not in written}
     made, unknown = {}, {}
@@ -225,7 +225,7 @@ def _role_of_module(part: nn.Module) -> str:
         return Role.NORM
     activation = recognise(part)
     if activation is not None:
-        return Role.RELU if activation.name == "relu" else Role.ACTIVATION
+        return Role.ACTIVATION
     if looks_like_activation(part):
         return Role.UNKNOWN
     if "in_features" in state_of(part) or hasattr(type(part), "in_features") or adapters.of_projection(part) is None:
@@ -236,7 +236,7 @@ def _role_of_module(part: nn.Module) -> str:
 
 
 def _role_of_layer(part: nn.Module) -> str:
-    """The role of a layer, which may be one module of a two-module MLP: by its forward, if it has a projection."""
+    """The role of a layer, which may be one module of a split MLP: by its forward, if it has a projection."""
     forward = forward_of(part)  # none of what TorchScript has compiled
     if not isinstance(forward, FunctionType):
         return Role.LAYER
@@ -259,8 +259,8 @@ def _role_of_layer(part: nn.Module) -> str:
 
 
 _WANTED = {Role.PROJECTION, Role.FIRST, Role.WHOLE, Role.SEQUENCE, *Role.ACTIVATIONS}
-_BY_ROW = {"relu": Role.RELU, "sigmoid": Role.SIGMOID}
-_ROLES = {F.dropout: Role.DROPOUT, F.glu: Role.GLU, torch.square: Role.SQUARE, isinstance: Role.ASKING}
+_BY_ROW = {"sigmoid": Role.SIGMOID}
+_ROLES = {F.dropout: Role.DROPOUT, F.glu: Role.GLU, isinstance: Role.ASKING}
 
 
 def _is_stacked(parameter: Optional[nn.Parameter]) -> bool:

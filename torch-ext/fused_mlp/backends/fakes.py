@@ -1,0 +1,160 @@
+"""The results of the compiled ops without values, for torch.compile, export and whatever else traces shapes.
+
+The operands of an op are those of its schema (``torch-ext/torch_binding.cpp``). A function here names those that it
+needs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from operator import itemgetter
+from typing import Any, Callable, List, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+from .. import operands
+from .._ops import add_op_namespace_prefix, ops
+from . import strides
+
+Made = Callable[..., Any]  # the result, of operands by their names
+
+
+def register() -> None:
+    """Registers the results of all ops whose results are tensors."""
+    for name, (made, check) in _RESULTS.items():
+        register_result(name, made, check)
+
+
+def register_result(name: str, made: Made, check: Optional[Callable[..., None]] = None) -> None:
+    """Registers the result of an op: ``made`` is given the operands that it names, ``check`` those that it names."""
+    schema = getattr(ops, name).default._schema
+    take_made, take_check = (_operands_of(function, schema) for function in (made, check))
+
+    def result(*given: Any) -> Any:
+        if check is not None:
+            check(*take_check(given))
+        return made(*take_made(given))
+
+    torch.library.register_fake(add_op_namespace_prefix(name), result)
+
+
+def _operands_of(function: Optional[Callable[..., Any]], schema: Any) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Takes the operands that a function names from all of an op."""
+    places = {argument.name: place for place, argument in enumerate(schema.arguments)}
+    wanted = [] if function is None else [places[name] for name in inspect.signature(function).parameters]
+    return itemgetter(*wanted) if len(wanted) > 1 else lambda given: [given[place] for place in wanted]
+
+
+def like_product(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def of_experts(x: Tensor, down_weight: Tensor, transposed: bool) -> Tensor:
+    return x.new_empty((x.shape[0], down_weight.shape[2 if transposed else 1]))
+
+
+def _statistics(x: Tensor, norm: int) -> Tensor:
+    kinds = 2 if norm in operands.CENTRED_NORMS else 1
+    return x.new_empty((kinds, x.shape[:-1].numel()), dtype=torch.float32)
+
+
+def _sum_norm(x: Tensor, norm: int, dropout: float) -> List[Tensor]:
+    masks = [x.new_empty(x.shape, dtype=torch.bool)] if dropout > 0.0 else []
+    return [x.new_empty(x.shape), x.new_empty(x.shape), _statistics(x, norm), *masks]
+
+
+def _norm_gradients(x: Tensor, weight: Optional[Tensor], needs: int) -> List[Tensor]:
+    like, features = x if weight is None else weight, x.shape[-1:]
+    made = ((x, x.shape), (like, features), (like, features), (x, x.shape), (x, features))
+    return [of.new_empty(shape) for index, (of, shape) in enumerate(made) if needs >> index & 1]
+
+
+def _router(x: Tensor, weight: Tensor, top_k: int, narrow: bool) -> Tuple[Tensor, Tensor, Tensor]:
+    tokens, dtype = x.shape[0], x.dtype if narrow else torch.float32
+    weights = x.new_empty((tokens, top_k), dtype=dtype)
+    return x.new_empty((tokens, weight.shape[0])), weights, x.new_empty((tokens, top_k), dtype=torch.int64)
+
+
+def _training(
+    x: Tensor,
+    weight: Tensor,
+    up_weight: Optional[Tensor],
+    second_weight: Optional[Tensor],
+    bias: Optional[Tensor],
+    up_bias: Optional[Tensor],
+    second_bias: Optional[Tensor],
+    keep: bool,
+    up_first: Optional[bool],
+) -> Tuple[Tensor, Tensor, Tensor]:
+    operands.check_gated_linear(x, weight, weight if up_weight is None else up_weight, bias, up_bias)
+    lead, features, nothing = x.shape[:-1], weight.shape[0], (0,)
+    out = features if up_first is None else features // 2
+    if second_weight is not None:
+        operands.check_linear(x.new_empty((*lead, out)), second_weight, second_bias)
+        out = second_weight.shape[0]
+    kept = x.new_empty((*lead, features) if keep else nothing)
+    return x.new_empty((*lead, out)), kept, x.new_empty(nothing if up_weight is None or not keep else kept.shape)
+
+
+def _gradients(
+    grad: Tensor,
+    x: Optional[Tensor],
+    weight: Optional[Tensor],
+    second_weight: Optional[Tensor],
+    gate: Optional[Tensor],
+    needs: int,
+) -> List[Tensor]:
+    hidden = weight.shape[0] if gate is None else gate.shape[-1]
+    source = weight if x is None else x
+    width = 0 if source is None else source.shape[-1]
+
+    def matrix(features: int, columns: int, by_column: int) -> Tensor:
+        return grad.new_empty((columns, features)).t() if by_column else grad.new_empty((features, columns))
+
+    def of_input() -> Tensor:
+        sizes = (*grad.shape[:-1], width)
+        return grad.new_empty_strided(sizes, strides.by_column(sizes)) if needs >> 7 & 1 else grad.new_empty(sizes)
+
+    made = (
+        of_input,
+        lambda: matrix(hidden, width, needs >> 8 & 1),
+        lambda: matrix(hidden, width, needs >> 9 & 1),
+        lambda: matrix(*second_weight.shape, not _has_no_gaps(second_weight)),
+        lambda: grad.new_empty(hidden),
+        lambda: grad.new_empty(hidden),
+        lambda: grad.new_empty(grad.shape[-1]),
+    )
+    return [make() for index, make in enumerate(made) if needs >> index & 1]
+
+
+def _has_no_gaps(weight: Tensor) -> bool:
+    return weight.stride(1) == 1 and weight.stride(0) == weight.shape[1]
+
+
+def _quantized_mlp(x: Tensor, layouts: List[int], offsets: List[float], gated: bool) -> Tensor:
+    is_mlp = len(offsets) == (3 if gated else 2)
+    return x.new_empty((*x.shape[:-1], layouts[-5 if is_mlp else 0]))
+
+
+_RESULTS = {  # and what checks the operands
+    "act_and_mul": (strides.new_product, operands.check_act_and_mul),
+    "act_and_mul_backward": (strides.new_gradients, None),
+    "linear": (like_product, operands.check_linear),
+    "gated_linear": (lambda x, gate_weight: like_product(x, gate_weight), operands.check_gated_linear),
+    "gated_mlp": (lambda x, down_weight: like_product(x, down_weight), operands.check_gated_mlp),
+    "mlp": (lambda x, fc2_weight: like_product(x, fc2_weight), operands.check_mlp),
+    "residual_mlp": (lambda x, fc2_weight: like_product(x, fc2_weight), None),
+    "residual_gated_mlp": (lambda x, down_weight: like_product(x, down_weight), None),
+    "norm_forward": (lambda x, norm: (x.new_empty(x.shape), _statistics(x, norm)), None),
+    "sum_norm_forward": (_sum_norm, None),
+    "norm_backward": (_norm_gradients, None),
+    "experts_mlp": (of_experts, operands.check_experts_mlp),
+    "top_k_router": (_router, None),
+    "training_forward": (_training, None),
+    "training_backward": (_gradients, None),
+    "training_backward_": (_gradients, None),
+    "quantized_decode": (lambda weight, layout, dtype: weight[0].new_empty(layout[:2], dtype=dtype), None),
+    "quantized_linear": (lambda x, layout: x.new_empty((*x.shape[:-1], layout[0])), None),
+    "quantized_mlp": (_quantized_mlp, None),
+}
