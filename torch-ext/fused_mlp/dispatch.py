@@ -146,33 +146,36 @@ def _quantized_refusal(device: torch.device, dtype: torch.dtype, is_forced: bool
     return None if reason is None else f"with {reason}"
 
 
-def fp8_refusal(out: int, width: int, block: Sequence[int]) -> Optional[str]:
-    """The same for a weight of FP8 ``[out, width]``, which no kernel reads: to decode it first may take longer.
+def blocked_refusal(out: int, width: int, block: Sequence[int], least: int = 128) -> Optional[str]:
+    """The same for a weight ``[out, width]`` in blocks, which no kernel reads: to decode it first may take longer.
 
-    :func:`most_fp8_rows` says up to how many rows kernels take it.
+    ``least`` is the fewest columns of a block that kernels take. :func:`most_blocked_rows` says up to how many rows.
     """
     if width % 64 != 0 or out % 8 != 0:
         return f"of [{out}, {width}] features, which no kernel reads"
-    if width > block[1] and block[1] not in (128, 256, 512):
+    if width > block[1] and block[1] not in (least, 128, 256, 512):
         return f"in blocks of {block[0]} x {block[1]}, which no kernel reads"
     return None
 
 
-def most_fp8_rows(x: Tensor, weights: Iterable[Any]) -> int:
-    """The number of rows of ``x`` up to which layers with weights of FP8 are not left to their own products.
+def most_blocked_rows(x: Tensor, weights: Iterable[Any]) -> int:
+    """The number of rows of ``x`` up to which layers with weights in blocks are not left to their own products.
 
-    Kernels of few rows compute with x as it is. On Hopper GPUs those of more rows round it to FP8, as the layers' own
-    products do; elsewhere there are none.
+    Kernels of few rows compute with x as it is. On Hopper GPUs those of more rows round it to FP8 where weights are
+    of that, as the layers' own products do; elsewhere there are none.
     """
+    weights = list(weights)
+    if x.is_cuda and native.is_hopper(x) and all(weight.format != "fp8" for weight in weights):
+        return _MOST_INTEGER_ROWS
     if x.is_cuda and not native.is_hopper(x):
-        return _MOST_FP8_ROWS_ELSEWHERE
-    return _MOST_ROUNDED_ROWS if x.is_cuda and all(map(_may_round_rows, weights)) else _MOST_FP8_ROWS
+        return _MOST_ROWS_ELSEWHERE
+    return _MOST_ROUNDED_ROWS if x.is_cuda and all(map(_may_round_rows, weights)) else _MOST_ROWS
 
 
 def _may_round_rows(weight: Any) -> bool:
     """True for a ``QuantizedWeight`` that Hopper multiplies by x in FP8, as cuda/quantized/choice.cpp says."""
     rows = weight.block[0]
-    return rows % 128 == 0 or rows >= weight.shape[0]
+    return weight.format == "fp8" and (rows % 128 == 0 or rows >= weight.shape[0])
 
 
 def _is_forced() -> bool:
@@ -180,7 +183,7 @@ def _is_forced() -> bool:
 
 
 # On an H200, as measured beside torch's products in FP8; GPUs that do not round x are bound by the weights' bytes.
-_MOST_FP8_ROWS, _MOST_FP8_ROWS_ELSEWHERE, _MOST_ROUNDED_ROWS = 32, 16, 128
+_MOST_ROWS, _MOST_ROWS_ELSEWHERE, _MOST_ROUNDED_ROWS, _MOST_INTEGER_ROWS = 32, 16, 128, 256
 
 
 def has_few_rows(x: Tensor) -> bool:

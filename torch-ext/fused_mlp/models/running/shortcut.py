@@ -232,7 +232,7 @@ def _has_known(plan: Plan, module: Optional[nn.Module], operands: Tuple[Any, ...
             if adapters.is_plainly_left(held):
                 return False
             found = True
-        elif quantized.known(type(held)) is not None:
+        elif quantized.is_known(held):
             found = found or dispatch.may_take_quantized()
     return found
 
