@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from types import ModuleType
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, TypeVar
 
@@ -146,14 +147,14 @@ def _quantized_refusal(device: torch.device, dtype: torch.dtype, is_forced: bool
     return None if reason is None else f"with {reason}"
 
 
-def blocked_refusal(out: int, width: int, block: Sequence[int], least: int = 128) -> Optional[str]:
+def blocked_refusal(out: int, width: int, block: Sequence[int]) -> Optional[str]:
     """The same for a weight ``[out, width]`` in blocks, which no kernel reads: to decode it first may take longer.
 
-    ``least`` is the fewest columns of a block that kernels take. :func:`most_blocked_rows` says up to how many rows.
+    :func:`most_blocked_rows` says up to how many rows kernels take it.
     """
     if width % 64 != 0 or out % 8 != 0:
         return f"of [{out}, {width}] features, which no kernel reads"
-    if width > block[1] and block[1] not in (least, 128, 256, 512):
+    if width > block[1] and block[1] not in (128, 256, 512):
         return f"in blocks of {block[0]} x {block[1]}, which no kernel reads"
     return None
 
@@ -162,14 +163,22 @@ def most_blocked_rows(x: Tensor, weights: Iterable[Any]) -> int:
     """The number of rows of ``x`` up to which layers with weights in blocks are not left to their own products.
 
     Kernels of few rows compute with x as it is. On Hopper GPUs those of more rows round it to FP8 where weights are
-    of that, as the layers' own products do; elsewhere there are none.
+    of that, as the layers' own products do, and weights of int8 are decoded first; elsewhere there are none.
     """
     weights = list(weights)
-    if x.is_cuda and native.is_hopper(x) and all(weight.format != "fp8" for weight in weights):
-        return _MOST_INTEGER_ROWS
-    if x.is_cuda and not native.is_hopper(x):
+    is_rounded = all(map(_may_round_rows, weights))
+    return min(most_rows_of(weight.format, x, is_rounded) for weight in weights)
+
+
+def most_rows_of(format: str, x: Tensor, is_rounded: bool = True) -> int:
+    """The same for weights of one format; ``is_rounded``: x may be rounded to that."""
+    if not x.is_cuda:
+        return _MOST_ROWS
+    if not native.is_hopper(x):
         return _MOST_ROWS_ELSEWHERE
-    return _MOST_ROUNDED_ROWS if x.is_cuda and all(map(_may_round_rows, weights)) else _MOST_ROWS
+    if format == "int8":
+        return ANY_ROWS
+    return _MOST_ROUNDED_ROWS if is_rounded else _MOST_ROWS
 
 
 def _may_round_rows(weight: Any) -> bool:
@@ -183,7 +192,8 @@ def _is_forced() -> bool:
 
 
 # On an H200, as measured beside torch's products in FP8; GPUs that do not round x are bound by the weights' bytes.
-_MOST_ROWS, _MOST_ROWS_ELSEWHERE, _MOST_ROUNDED_ROWS, _MOST_INTEGER_ROWS = 32, 16, 128, 256
+_MOST_ROWS, _MOST_ROWS_ELSEWHERE, _MOST_ROUNDED_ROWS = 32, 16, 128
+ANY_ROWS = sys.maxsize
 
 
 def has_few_rows(x: Tensor) -> bool:

@@ -28,12 +28,14 @@ Guarded = Tuple[Tuple[Any, str, Any], ...]
 
 class _Class(NamedTuple):
     """What a call of a class of layers runs: its methods, the functions that these look up, and of the last one the
-    autograd function. ``digests`` are hashes of their source, each with the first version that has it."""
+    autograd function. ``digests`` are hashes of their source, each with the first version that has it; ``format`` is
+    that of their weights, where it is in blocks of rows and columns."""
 
     methods: Tuple[str, ...]
     functions: Tuple[str, ...]
     product: Optional[str]
     digests: Dict[str, str]
+    format: Optional[str] = None
 
 
 _OF_4BIT = _Class(
@@ -53,17 +55,22 @@ _FP8 = "transformers.integrations.finegrained_fp8.FP8Linear"
 _FP8_ROWS = "transformers.integrations.compressed_tensors.CompressedTensorsFP8Linear"
 CLASSES: Dict[str, _Class] = {
     **{f"bitsandbytes.nn.modules.{name}": _OF_4BIT for name in ("Linear4bit", "LinearNF4", "LinearFP4")},
-    _INT8: _Class(("forward", "init_8bit_state"), ("bnb.matmul",), "MatMul8bitLt", {"02e0964f6b8f0fb3": "0.50"}),
+    _INT8: _Class(
+        ("forward", "init_8bit_state"), ("bnb.matmul",), "MatMul8bitLt", {"02e0964f6b8f0fb3": "0.50"}, "int8"
+    ),
     _FP8: _Class(
         ("forward",),
         ("_apply_if_grad", "fp8_linear", "finegrained_fp8_linear"),
         "FP8LinearFunction",
         {"785a8136028dbb60": "5.22"},
+        "fp8",
     ),
-    _FP8_ROWS: _Class(("forward",), ("quantize_fp8_per_row", "_scaled_mm_rowwise"), None, {"52c146d100529629": "5.22"}),
+    _FP8_ROWS: _Class(
+        ("forward",), ("quantize_fp8_per_row", "_scaled_mm_rowwise"), None, {"52c146d100529629": "5.22"}, "fp8"
+    ),
 }
 # The same of torchao's product, by the class of the weight.
-_TENSORS = "torchao.quantization"
+_TENSORS = {"torchao.quantization.Int8Tensor": "int8", "torchao.quantization.Float8Tensor": "fp8"}
 TENSOR_DIGESTS = {"0aed1dbfb2e63f18": "0.18", "42c8ad64cc1146f8": "0.18"}
 
 
@@ -124,7 +131,7 @@ def _called(kind: type) -> Guarded:
 @functools.lru_cache(maxsize=64)
 def known_tensor(kind: type) -> Optional[Guarded]:
     """What the reading of a class of weights rests on, if it is torchao's and the source of its products was read."""
-    if kind.__module__ != _TENSORS or digest_of_tensor(kind) not in TENSOR_DIGESTS:
+    if _name(kind) not in _TENSORS or digest_of_tensor(kind) not in TENSOR_DIGESTS:
         return None
     products = kind._TORCH_FN_TABLE[kind]
     return ((products, F.linear, products[F.linear]),)
@@ -141,6 +148,18 @@ def digest_of_tensor(kind: type) -> Optional[str]:
 
 
 _are_unchanged = are_unchanged if native.plain_modules is None else native.plain_modules.are_unchanged
+
+
+def is_plainly_left(part: nn.Module, x: Any) -> bool:
+    """True if a known layer is left to its own product of ``x`` whatever its weight is: all that it takes to call it,
+    where it is asked at every call."""
+    of_tensor = type(part) is nn.Linear
+    kind = type(part.__dict__["_parameters"]["weight"] if of_tensor else part)
+    format = _TENSORS[_name(kind)] if of_tensor else CLASSES[_name(kind)].format
+    if format is None or not isinstance(x, Tensor):
+        return False
+    is_recorded = x.requires_grad and torch.is_grad_enabled()
+    return is_recorded or x.shape[:-1].numel() > dispatch.most_rows_of(format, x)
 
 
 def layer_of(part: nn.Module) -> Union[str, Layer]:
@@ -243,6 +262,8 @@ def _read_tensor(part: nn.Module) -> Union[str, Layer]:
         return "in a form that is not known"
     if state.get("act_pre_scale") is not None or state.get("act_quant_scale") is not None:
         return "with scales for what it is given"
+    if state.get("act_quant_kwargs") is not None and data.dtype is torch.int8:
+        return "that rounds what it is given to int8"
     if data.dim() != 2 or state.get("block_size") not in ([1, data.shape[1]], list(data.shape)):
         return f"in blocks of {state.get('block_size')}"
     if data.dtype not in (torch.int8, torch.float8_e4m3fn):
@@ -305,8 +326,8 @@ def _number(offset: Tensor) -> Optional[float]:
 def words_of(weights: Iterable[Any]) -> str:
     """The words for the formats of quantised weights, behind the pattern of their MLP; nothing where there are none."""
     found = [each for each in weights if type(each) is quantized.QuantizedWeight]
-    is_blocked = quantized.are_blocked(*found)
-    rows = f" up to {dispatch.most_blocked_rows(found[0].data, found)} rows" if is_blocked else ""
+    most = dispatch.most_blocked_rows(found[0].data, found) if quantized.are_blocked(*found) else dispatch.ANY_ROWS
+    rows = f" up to {most} rows" if most < dispatch.ANY_ROWS else ""
     return f" in {' and '.join(dict.fromkeys(each.format for each in found))}{rows}" if found else ""
 
 
