@@ -135,7 +135,7 @@ def of_integers(kernel, weight, format, group=None):
 
 
 def test_int8_of_bitsandbytes(fused_mlp, device):
-    """Of a weight that is not called yet, of one that was, and of torchao's scales."""
+    """Before a layer is called, and by its scales, divided or not; behind the call it holds them itself."""
     layer = bnb.nn.Linear8bitLt(96, 64, bias=False, has_fp16_weights=False).to(device)
     weight, scales = layer.weight.CB, layer.weight.SCB
     wanted = bnb.functional.int8_vectorwise_dequant(weight, scales)

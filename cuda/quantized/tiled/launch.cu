@@ -45,7 +45,7 @@ cudaError_t launch_gemm(const CodedProblem& p, int split, const Gpu& gpu, cudaSt
                              stream);
 }
 
-// Of int4 too, by another table.
+// They take int4 too, by another table.
 template <typename Element, bool kGated>
 cudaError_t launch_four_bits(const CodedProblem& p, const CodedPlan& plan, const Gpu& gpu, cudaStream_t stream) {
   constexpr Coding kCoding = Coding::kFourBits;
