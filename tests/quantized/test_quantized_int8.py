@@ -153,7 +153,7 @@ def decoded(layer):
         layer.weight = nn.Parameter(wide, requires_grad=False)
 
 
-# What is done to the first projection, and whether the MLP is fused then.
+# The change of the first projection, and whether the MLP is fused then.
 CHANGES = {"hook": (hook, False), "other values": (of_another, True), "decoded": (decoded, False)}
 
 

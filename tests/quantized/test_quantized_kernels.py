@@ -80,7 +80,7 @@ class Blocked:
 
     @classmethod
     def drawn(cls, draw: random.Random, n: int, k: int, rows: int, device, format: str):
-        """Of more rows in FP8, in blocks that no kernel takes by rounding x: test_quantized_scaled.py has the others.
+        """More rows in FP8 are in blocks that no kernel takes by rounding x: test_quantized_scaled.py has the others.
 
         Columns of int4 are even.
         """

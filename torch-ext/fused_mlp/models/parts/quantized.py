@@ -27,8 +27,8 @@ Guarded = Tuple[Tuple[Any, str, Any], ...]
 
 
 class _Class(NamedTuple):
-    """The code that a call of a class of layers runs: its methods, the functions that these look up, and of the last one the
-    autograd function. ``digests`` are hashes of their source, each with the first version that has it; ``format`` is
+    """The code that a call of a class of layers runs: its methods, the functions that these look up, and the autograd
+    function of the last one. ``digests`` are hashes of their source, each with the first version that has it; ``format`` is
     that of their weights, where it is in blocks of rows and columns."""
 
     methods: Tuple[str, ...]
@@ -111,7 +111,7 @@ def digest_of(kind: type) -> Optional[str]:
 
 
 def _called(kind: type) -> Guarded:
-    """The functions that the forward of a class calls: owners, names and values; less where one is not what it is known to be."""
+    """The functions that the forward of a class calls: owners, names and values; less where one is not as known."""
     what, forward = CLASSES[_name(kind)], getattr(kind, "forward", None)
     found = []
     for path in what.functions if isinstance(forward, FunctionType) else ():
@@ -130,7 +130,7 @@ def _called(kind: type) -> Guarded:
 
 @functools.lru_cache(maxsize=64)
 def known_tensor(kind: type) -> Optional[Guarded]:
-    """The attributes that the reading of a class of weights rests on, if it is torchao's and the source of its products was read."""
+    """The attributes that the reading of a class of weights rests on, if it is torchao's and its source was read."""
     if _name(kind) not in _TENSORS or digest_of_tensor(kind) not in TENSOR_DIGESTS:
         return None
     products = kind._TORCH_FN_TABLE[kind]
