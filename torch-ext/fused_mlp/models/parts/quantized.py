@@ -28,8 +28,8 @@ Guarded = Tuple[Tuple[Any, str, Any], ...]
 
 class _Class(NamedTuple):
     """The code that a call of a class of layers runs: its methods, the functions that these look up, and the autograd
-    function of the last one. ``digests`` are hashes of their source, each with the first version that has it; ``format`` is
-    that of their weights, where it is in blocks of rows and columns."""
+    function of the last one. ``digests`` are hashes of their source, each with the first version that has it;
+    ``format`` is that of their weights, where it is in blocks of rows and columns."""
 
     methods: Tuple[str, ...]
     functions: Tuple[str, ...]
