@@ -1,13 +1,14 @@
-"""A gated MLP with quantised weights: bitsandbytes' modules of four bits, torch's products of FP8, and this package.
+"""A gated MLP with quantised weights: bitsandbytes' modules, torch's products of FP8 and int4, and this package.
 
     python benchmarks/quantised.py                       all cases of this machine's list, in 8 minutes at most
     python benchmarks/quantised.py --quick               tiny sizes, few turns: to see that it runs
     python benchmarks/quantised.py --formats nf4 --rows 1 16
     python benchmarks/quantised.py --from build/quantised.json   show what such a run has written; measure nothing
 
-`eager` is a gated MLP of bitsandbytes.nn.Linear4bit, or of FP8 weights what quantised_fp8.py says; `ours` is this
-package with the same weights, and `ours-bf16` with weights of bfloat16. On a GPU calls run in CUDA graphs, and weights
-of a GPU's size take turns, so that none is found in its L2. Writes <out>.json and <out>.svg, and prints a table.
+`eager` is a gated MLP of bitsandbytes.nn.Linear4bit, or of FP8 and integers what quantised_fp8.py and
+quantised_integers.py say; `ours` is this package with the same weights, and `ours-bf16` with weights of bfloat16. On a
+GPU calls run in CUDA graphs, and weights of a GPU's size take turns, so that none is found in its L2. Writes <out>.json
+and <out>.svg, and prints a table.
 """
 
 import argparse
@@ -30,6 +31,7 @@ import bitsandbytes
 import kernels
 import plots
 import quantised_fp8
+import quantised_integers
 import torch
 import torch.nn.functional as F
 import training
@@ -42,6 +44,9 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 FORMATS = {"nf4": ("nf4", False), "nf4-nested": ("nf4", True), "fp4": ("fp4", False)}
 FP8 = {"fp8-blocks": (128, 128), "fp8-rows": None}  # the blocks
+INTEGERS = {"int8": quantised_integers.Int8MLP, "int4": quantised_integers.Int4MLP}
+# The largest difference: torch's FP8 and bitsandbytes' int8 round x too.
+TOLERANCES = {"int8": 0.05, "int4": 0.02} | dict.fromkeys(FORMATS, 0.02) | dict.fromkeys(FP8, 0.08)
 PROVIDERS = ("eager", "ours", "ours-bf16")
 WIDTHS = {"cuda": ((4096, 14336), (2048, 8192), (8192, 28672)), "cpu": ((768, 3072),), "quick": ((128, 256),)}
 ROWS = {"cuda": (1, 4, 16, 64, 256, 512, 2048, 8192), "cpu": (1, 16, 256), "quick": (1, 3)}
@@ -82,10 +87,13 @@ class GatedMLP(nn.Module):
 def made(width: int, hidden: int, form: str) -> list[nn.Module]:
     """MLPs of more bytes than a GPU's L2 keeps until their next turn."""
     torch.manual_seed(0)
-    copies = max(1, round(L2_BYTES / ((3 if form in FP8 else 1.5) * width * hidden)) + 1) if ON_GPU else 1
+    of_value = 1.0 if form in FP8 or form == "int8" else 0.5
+    copies = max(1, round(L2_BYTES / (3 * of_value * width * hidden)) + 1) if ON_GPU else 1
     with torch.device(DEVICE):
         if form in FP8:
             return [quantised_fp8.GatedMLP(width, hidden, FP8[form]) for _ in range(copies)]
+        if form in INTEGERS:
+            return [INTEGERS[form](width, hidden).to(DEVICE).requires_grad_(False) for _ in range(copies)]
         mlps = [GatedMLP(width, hidden, *FORMATS[form]) for _ in range(copies)]
     return [mlp.to(DEVICE).requires_grad_(False) for mlp in mlps]
 
@@ -107,7 +115,7 @@ def calls_of(rows: int, width: int, hidden: int, form: str, fused_mlp, providers
         "ours-bf16": [lambda: fused_mlp.gated_mlp(x, *plain, activation="silu")],
     }
     expected, found = (ways[name][0]().float() for name in ("eager", "ours"))
-    if (found - expected).norm() > (0.08 if form in FP8 else 0.02) * expected.norm():  # torch's FP8 rounds x too
+    if (found - expected).norm() > TOLERANCES[form] * expected.norm():
         raise RuntimeError("the results differ")
 
     def in_turn(runs: list[Callable]) -> Callable[[], Tensor]:
@@ -126,7 +134,7 @@ def run(given) -> dict:
         for sizes in WIDTHS[kind]
         for form in given.formats
         for rows in given.rows or ROWS[kind]
-        if form in ("nf4", "fp8-blocks") or sizes == WIDTHS[kind][0]
+        if form in ("nf4", "fp8-blocks", "int8", "int4") or sizes == WIDTHS[kind][0]
     ]
     found = {"machine": {**measure.machine(), "bitsandbytes": bitsandbytes.__version__}, "results": []}
     clock = training.Clock(given.minutes, len(points))
@@ -154,7 +162,7 @@ def run(given) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--formats", nargs="+", choices=[*FORMATS, *FP8], default=[*FORMATS, *FP8])
+    parser.add_argument("--formats", nargs="+", choices=list(TOLERANCES), default=list(TOLERANCES))
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
     parser.add_argument("--rows", nargs="+", type=int, help="these, not those of this machine's list")
     parser.add_argument("--quick", action="store_true", help="tiny sizes")

@@ -67,6 +67,7 @@ def parts() -> dict[str, str]:
         "adapters": adapters_table(),
         "quantised": quantised_table(QUANTISED),
         "quantised-fp8": quantised_table(FP8),
+        "quantised-integers": quantised_table(INTEGERS),
         "unfused": unfused_table(),
         "floors": floors_table(),
         "experts": experts_table(),
@@ -84,6 +85,7 @@ def parts() -> dict[str, str]:
         "adapters-machine": adapters_machine(),
         "quantised-machine": quantised_machine(QUANTISED),
         "quantised-fp8-machine": quantised_machine(FP8),
+        "quantised-integers-machine": quantised_machine(INTEGERS),
         "modules-machines": modules_machines(),
         "experts-machine": experts_machine(),
         "gpu-experts-machine": gpu_experts_machine(),
@@ -184,6 +186,8 @@ def expect_table() -> str:
     )
     fp8 = gain(*quantised_gains(FP8, "fp8-blocks", 64))
     rows.append(("an MLP of FP8 weights, 4 to 64 rows: over torch's products of FP8", "H200", "", "", fp8))
+    int8 = gain(*quantised_gains(INTEGERS, "int8", 64))
+    rows.append(("an MLP of int8 weights, 1 to 64 rows: over bitsandbytes", "H200", "", "", int8))
 
     for title, dtype, maker, where in (
         ("one MLP in bfloat16, Intel CPU with AMX", "bfloat16", "Intel", "Xeon"),
@@ -412,7 +416,7 @@ def adapters_gain() -> str:
 
 # Quantised weights.
 
-QUANTISED, FP8 = "h200-quantised", "h200-fp8"
+QUANTISED, FP8, INTEGERS = "h200-quantised", "h200-fp8", "h200-integers"
 
 
 def quantised_results(name: str) -> list[dict]:
@@ -444,7 +448,7 @@ def quantised_machine(name: str) -> str:
     found = run(name)
     facts = found["machine"]
     spreads = [way["graph_us_spread"] / 2 for each in found["results"] for way in each["providers"].values()]
-    library = f"bitsandbytes {facts['bitsandbytes']}, " if name == QUANTISED else ""
+    library = f"bitsandbytes {facts['bitsandbytes']}, " if name != FP8 else ""
     return (
         f"One {facts['gpu']}, PyTorch {facts['torch']}, {library}SiLU, rows of bfloat16; "
         f"in CUDA graphs, whose turns differ by ±{statistics.median(spreads):.0%} at the median and "

@@ -50,30 +50,35 @@ void decode_blocks(const QuantizedWeight& weight, int64_t first, int64_t last, T
   }
 }
 
-// Every byte as a float.
-const std::array<float, 256>& fp8_values() {
-  static const std::array<float, 256> values = [] {
-    std::array<float, 256> made;
-    for (int i = 0; i < 256; ++i) {
-      made[i] = Float8_e4m3fn(static_cast<uint8_t>(i), Float8_e4m3fn::from_bits());
+// The values of a format's codes, of a byte or of half of one.
+std::array<float, 256> values_of(const QuantizedWeight& weight) {
+  std::array<float, 256> values;
+  for (int i = 0; i < 256; ++i) {
+    if (weight.int4()) {
+      values[i] = static_cast<float>(i % 16 - 8);
+    } else if (weight.int8()) {
+      values[i] = static_cast<float>(static_cast<int8_t>(i));
+    } else {
+      values[i] = Float8_e4m3fn(static_cast<uint8_t>(i), Float8_e4m3fn::from_bits());
     }
-    return made;
-  }();
+  }
   return values;
 }
 
 template <typename T>
-void decode_rows(const QuantizedWeight& weight, int64_t first, int64_t last, T* out) {
+void decode_rows(const QuantizedWeight& weight, const std::array<float, 256>& values, int64_t first, int64_t last,
+                 T* out) {
   const auto* const data = static_cast<const uint8_t*>(weight.data.const_data_ptr());
   const auto* const scales = static_cast<const float*>(weight.scales.const_data_ptr());
-  const std::array<float, 256>& values = fp8_values();
+  const bool halves = weight.int4();
   for (int64_t row = first; row < last; ++row) {
     const float* const of_row = scales + row / weight.block_rows * weight.blocks_of_row();
     for (int64_t begin = 0; begin < weight.k; begin += weight.block) {
-      const float scale = of_row[begin / weight.block];
+      const float scale = of_row[begin / weight.block] * weight.factor();
       const int64_t end = std::min(weight.k, begin + weight.block);
       for (int64_t i = row * weight.k + begin; i < row * weight.k + end; ++i) {
-        out[i] = static_cast<T>(values[data[i]] * scale);
+        const int code = halves ? data[i / 2] >> i % 2 * 4 & 15 : data[i];
+        out[i] = static_cast<T>(values[code] * scale);
       }
     }
   }
@@ -86,9 +91,11 @@ Tensor decoded(const QuantizedWeight& weight, ScalarType dtype) {
   const Tensor out = new_dense(weight.data, sizes, dtype);
   const auto fill = [&]<typename T>(T*) {
     auto* const elements = static_cast<T*>(out.mutable_data_ptr());
-    if (weight.fp8()) {
-      torch::stable::parallel_for(0, weight.n, ceil_div(kGrain, std::max<int64_t>(1, weight.k)),
-                                  [&](int64_t begin, int64_t end) { decode_rows(weight, begin, end, elements); });
+    if (weight.blocked()) {
+      const std::array<float, 256> values = values_of(weight);
+      torch::stable::parallel_for(
+          0, weight.n, ceil_div(kGrain, std::max<int64_t>(1, weight.k)),
+          [&](int64_t begin, int64_t end) { decode_rows(weight, values, begin, end, elements); });
     } else {
       torch::stable::parallel_for(0, weight.blocks(), ceil_div(kGrain, weight.block),
                                   [&](int64_t begin, int64_t end) { decode_blocks(weight, begin, end, elements); });

@@ -78,7 +78,7 @@ struct Tile {
 
 // In microseconds, as measured on an H200; of the smallest tile where a multiprocessor has one CTA or two.
 constexpr Tile kFourBitTiles[] = {{64, 2, 1, 0.485}, {64, 2, 2, 0.885}, {128, 2, 1, 0.57}, {256, 2, 1, 0.87}};
-constexpr Tile kFp8Tiles[] = {
+constexpr Tile kByteTiles[] = {
     {32, 4, 1, 1.17, true, false},
     {64, 4, 1, 1.40, true, false},
     {32, 2, 1, 0.62, false, true},
@@ -158,7 +158,7 @@ Refusal choose_coded(const CodedProblem& p, const Gpu& gpu, CodedPlan* plan) {
   }
   if (const Refusal refusal = refusal_of_operands(p); refusal != Refusal::kNone) return refusal;
   if (takes_tiles(p, gpu)) {
-    *plan = p.coding == Coding::kFp8 ? choose_tiled(p, gpu, kFp8Tiles, 6) : choose_tiled(p, gpu, kFourBitTiles, 4);
+    *plan = in_bytes(p.coding) ? choose_tiled(p, gpu, kByteTiles, 6) : choose_tiled(p, gpu, kFourBitTiles, 4);
     return Refusal::kNone;
   }
   if (p.m > most_tokens(p.coding)) return Refusal::kTorchIsFaster;

@@ -29,11 +29,22 @@ CodedScales scales_of(const QuantizedWeight& weight) {
 }
 
 const float* code_of(const QuantizedWeight& weight) {
-  return weight.fp8() ? nullptr : static_cast<const float*>(weight.code->const_data_ptr());
+  return weight.code ? static_cast<const float*>(weight.code->const_data_ptr()) : nullptr;
 }
 
 const uint8_t* data_of(const QuantizedWeight& weight) {
   return static_cast<const uint8_t*>(weight.data.const_data_ptr());
+}
+
+Coding coding_of(const QuantizedWeight& weight) {
+  switch (weight.data.scalar_type()) {
+    case ScalarType::Float8_e4m3fn:
+      return Coding::kFp8;
+    case ScalarType::Char:
+      return Coding::kInt8;
+    default:
+      return weight.blocked() ? Coding::kInt4 : Coding::kFourBits;
+  }
 }
 
 }  // namespace
@@ -43,10 +54,10 @@ Tensor decoded(const QuantizedWeight& weight, ScalarType dtype) {
   const std::vector<int64_t> sizes{weight.n, weight.k};
   const Tensor out = new_dense(weight.data, sizes, dtype);
   const DType to = dtype_of(out, "dtype");
-  if (weight.fp8()) {
-    const Fp8Elements elements{data_of(weight),   static_cast<const float*>(weight.scales.const_data_ptr()),
-                               weight.n,          weight.k,
-                               weight.block_rows, weight.block};
+  if (weight.blocked()) {
+    const auto* const scales = static_cast<const float*>(weight.scales.const_data_ptr());
+    const BlockedElements elements{coding_of(weight), data_of(weight),   scales,       weight.n,
+                                   weight.k,          weight.block_rows, weight.block, weight.factor()};
     check(launch_decode(elements, out.mutable_data_ptr(), to, current_stream(out)));
   } else {
     const CodedElements elements{data_of(weight), code_of(weight), scales_of(weight), weight.elements(), weight.block};
@@ -97,9 +108,9 @@ struct Part {
 // The blocks of kCodedBlock elements of k that share a scale, as a power of two; nothing where kernels cannot read
 // them.
 std::optional<int> scale_shift(const QuantizedWeight& weight) {
-  if (weight.fp8() && weight.block >= weight.k) return 31;
+  if (weight.blocked() && weight.block >= weight.k) return 31;
   const auto blocks = static_cast<uint64_t>(weight.block / kCodedBlock);
-  if (weight.block % kCodedBlock != 0 || !std::has_single_bit(blocks) || (blocks > 1 && !weight.fp8())) return {};
+  if (weight.block % kCodedBlock != 0 || !std::has_single_bit(blocks) || (blocks > 1 && !weight.blocked())) return {};
   return std::countr_zero(blocks);
 }
 
@@ -120,15 +131,16 @@ struct CodedLayer {
                  const Gpu& gpu) {
     const auto described = [&](const QuantizedLayer& layer) {
       const QuantizedWeight& weight = layer.weight;
-      const int64_t stride = weight.fp8() ? weight.blocks_of_row() : weight.k / kCodedBlock;
+      const int64_t stride = weight.blocked() ? weight.blocks_of_row() : weight.k / kCodedBlock;
       const auto scale_rows = static_cast<int>(std::min<int64_t>(weight.block_rows, weight.n));
       return CodedWeight{data_of(weight), code_of(weight), scales.of(layer),
-                         stride,          scale_rows,      scale_shift(weight).value_or(0)};
+                         stride,          scale_rows,      scale_shift(weight).value_or(0),
+                         weight.factor()};
     };
     const QuantizedWeight& weight = part.first.weight;
     if (!scale_shift(weight) || (part.up != nullptr && !scale_shift(part.up->weight))) return Refusal::kOddFeatures;
     if (weight.n == 0) return Refusal::kEmpty;
-    problem = {weight.fp8() ? Coding::kFp8 : Coding::kFourBits,
+    problem = {coding_of(weight),
                a,
                described(part.first),
                {},
@@ -153,8 +165,8 @@ struct CodedLayer {
 bool shares_format(const Part& part) {
   if (part.up == nullptr) return true;
   const QuantizedWeight &gate = part.first.weight, &up = part.up->weight;
-  return gate.fp8() == up.fp8() && code_of(gate) == code_of(up) && gate.block_rows == up.block_rows &&
-         gate.block == up.block;
+  return coding_of(gate) == coding_of(up) && code_of(gate) == code_of(up) && gate.block_rows == up.block_rows &&
+         gate.block == up.block && gate.factor() == up.factor();
 }
 
 Part first_of(const QuantizedLayers& layers, int64_t activation) { return {layers.first(), layers.up(), activation}; }

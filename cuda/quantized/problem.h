@@ -7,25 +7,29 @@
 
 namespace fused_mlp {
 
-// How the values of a weight are coded: one of 16 values, two to a byte, the first in the high half; or e4m3.
-enum class Coding { kFourBits, kFp8 };
+// How the values of a weight are coded: one of 16 values, two to a byte, the first in the high half; 0 to 15 in their
+// place, which stand for -8 to 7, the first in the low half; or e4m3, or int8.
+enum class Coding { kFourBits, kInt4, kFp8, kInt8 };
+
+constexpr bool in_bytes(Coding coding) { return coding == Coding::kFp8 || coding == Coding::kInt8; }
 
 constexpr int kCodedBlock = 64;  // elements of k that streamed kernels take at a time
-constexpr int tiled_block_k(Coding coding) { return coding == Coding::kFp8 ? 2 * kCodedBlock : kCodedBlock; }
-constexpr int block_bytes(Coding coding) { return coding == Coding::kFp8 ? kCodedBlock : kCodedBlock / 2; }
+constexpr int tiled_block_k(Coding coding) { return in_bytes(coding) ? 2 * kCodedBlock : kCodedBlock; }
+constexpr int block_bytes(Coding coding) { return in_bytes(coding) ? kCodedBlock : kCodedBlock / 2; }
 
 // A weight [n, k], row by row. The values of block b of kCodedBlock elements of row r are to be multiplied by
-// scales[r / scale_rows * scale_stride + (b >> scale_shift)].
+// scales[r / scale_rows * scale_stride + (b >> scale_shift)] * factor, the factor being 1 but for those in bytes.
 struct CodedWeight {
   const uint8_t* data = nullptr;
-  const float* code = nullptr;  // [16], of 4 bits
+  const float* code = nullptr;  // [16], of kFourBits
   const float* scales = nullptr;
   int64_t scale_stride = 0;
   int scale_rows = 1, scale_shift = 0;
+  float factor = 1.0f;
 };
 
 // out = act(a weight^T + bias), times (a up_weight^T + up_bias) where up_weight.data is not null. Both weights have the
-// code of the first, and the same rows and shift of scales.
+// code of the first, and the same rows, shift and factor of scales.
 struct CodedProblem {
   Coding coding;
   Matrix a;
@@ -51,7 +55,7 @@ struct CodedKernel {
   constexpr int blocks() const { return warps_k * steps; }  // of codes, of a row in a stage
   constexpr int block_k() const { return blocks() * kCodedBlock; }
 
-  constexpr int table_bytes() const { return coding == Coding::kFp8 ? 0 : 256 * 32 * 4; }
+  constexpr int table_bytes() const { return coding == Coding::kFourBits ? 256 * 32 * 4 : 0; }
   constexpr int scales_offset() const { return rows() * blocks() * block_bytes(coding); }
   constexpr int tokens_offset() const { return scales_offset() + rows() * blocks() * 4; }
   constexpr int stage_bytes() const { return tokens_offset() + tokens * block_k() * 2; }

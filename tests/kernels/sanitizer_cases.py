@@ -404,7 +404,8 @@ def adapted(fused_mlp) -> int:
 def quantized(fused_mlp) -> int:
     """Quantised weights: few rows streamed, more in tiles, many decoded first or rounded to FP8; how many calls."""
     rows, shapes = (1, 7, 16, 30, 33, 100, 300, 600), ((128, 320), (576, 64))
-    cases = list(itertools.product(rows, shapes, DTYPES, ("nf4", "nested", "fp8", "fp8 lower blocks", "fp8 rows")))
+    kinds = "nf4", "nested", "fp8", "fp8 lower blocks", "fp8 rows", "int8", "int4"
+    cases = list(itertools.product(rows, shapes, DTYPES, kinds))
     for rows, (width, hidden), dtype, kind in cases:
         print(f"quantised weights: {rows}, {width}, {hidden}, {dtype}, {kind}", flush=True)
 
@@ -414,8 +415,13 @@ def quantized(fused_mlp) -> int:
                 scales = torch.rand(-(-n // block[0]), -(-k // block[1]), device="cuda")
                 values = torch.randn(n, k, device="cuda").to(torch.float8_e4m3fn)
                 return fused_mlp.QuantizedWeight.from_fp8(values, scales, block)
+            if kind == "int8":
+                values = torch.randint(-128, 128, (n, k), dtype=torch.int8, device="cuda")
+                return fused_mlp.QuantizedWeight.from_int8(values, torch.rand(n, device="cuda"), divisor=127)
             data = torch.randint(256, (n * k // 2, 1), dtype=torch.uint8, device="cuda")
             blocks = n * k // 64
+            if kind == "int4":
+                return fused_mlp.QuantizedWeight.from_int4(data.view(n, -1), torch.rand(n, k // 64, device="cuda"))
             if kind == "nf4":
                 return fused_mlp.QuantizedWeight(data, torch.rand(blocks, device="cuda"), (n, k))
             scales = torch.randint(256, (blocks,), dtype=torch.uint8, device="cuda")

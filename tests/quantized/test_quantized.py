@@ -50,7 +50,10 @@ class Quantized(Case):
         more_rows = device.type == "cuda" and self.x.shape[:-1].numel() > 32
         for place, layer in enumerate(self.layers):
             if every or place == certain or chance.random() < 0.7:
-                if chance.random() < 0.4:
+                form = chance.choice((None, "int8", "int4"))
+                if form is not None and layer[0].shape[1] % 8 == 0:
+                    self.packed[place] = of_integers(kernel, layer[0], form)
+                elif chance.random() < 0.4:
                     block = chance.choice(((128, 128), (1, layer[0].shape[1]), layer[0].shape))
                     block = (4, 128) if more_rows else block
                     self.packed[place] = of_fp8(kernel, layer[0], tuple(block))
@@ -116,6 +119,52 @@ def test_scales_of_fp8(fused_mlp, device):
         assert (found.data.data_ptr(), found.scales.data_ptr()) == (data.data_ptr(), scales.data_ptr())
         assert torch.equal(found.dequantize(), data.float() * factor)
         assert torch.equal(found.dequantize(torch.bfloat16), (data.float() * factor).bfloat16())
+
+
+def of_integers(kernel, weight, format, group=None):
+    """The same of integers: of int8 by rows, of int4 in groups."""
+    out, width = weight.shape
+    groups = weight.detach().float().view(out, -1, group or width)
+    scales = groups.abs().amax(-1, keepdim=True).clamp(min=1e-6)
+    if format == "int8":
+        data = (groups / scales * 127).round().to(torch.int8).view(out, width)
+        return kernel.QuantizedWeight.from_int8(data, scales.view(out), divisor=127)
+    codes = (groups / scales * 7).round().view(out, width).to(torch.int32) + 8
+    packed = (codes.view(out, -1, 8) << torch.arange(0, 32, 4, device=weight.device)).sum(-1).to(torch.int32)
+    return kernel.QuantizedWeight.from_int4(packed, (scales / 7).squeeze(-1))
+
+
+def test_int8_of_bitsandbytes(fused_mlp, device):
+    """Before a layer is called, and by its scales, divided or not; behind the call it holds them itself."""
+    layer = bnb.nn.Linear8bitLt(96, 64, bias=False, has_fp16_weights=False).to(device)
+    weight, scales = layer.weight.CB, layer.weight.SCB
+    wanted = bnb.functional.int8_vectorwise_dequant(weight, scales)
+    for found in (
+        fused_mlp.QuantizedWeight.from_bitsandbytes(layer.weight),
+        fused_mlp.QuantizedWeight.from_int8(weight, scales[:, None], divisor=127),
+        fused_mlp.QuantizedWeight.from_int8(weight, scales / 127),
+    ):
+        assert found.data.data_ptr() == weight.data_ptr()
+        torch.testing.assert_close(found.dequantize(), wanted, rtol=1e-6, atol=0)
+    layer(torch.randn(2, 96, device=device).half())
+    with pytest.raises(ValueError, match="must have CB and SCB"):
+        fused_mlp.QuantizedWeight.from_bitsandbytes(layer.weight)
+
+
+def test_int4_as_it_is_packed(fused_mlp, device):
+    """In words and in bytes; scales of 16 bits are cast."""
+    codes = torch.arange(16, device=device, dtype=torch.int32).repeat(5, 8)
+    words = (codes.view(5, -1, 8) << torch.arange(0, 32, 4, device=device)).sum(-1).to(torch.int32)
+    scales = (torch.rand(5, 2, device=device) + 0.5).bfloat16()
+    wanted = (codes.float() - 8) * scales.float().repeat_interleave(64, 1)
+    for data in (words, words.view(torch.uint8)):
+        found = fused_mlp.QuantizedWeight.from_int4(data, scales)
+        assert (found.shape, found.block, found.data.data_ptr()) == ((5, 128), (1, 64), words.data_ptr())
+        assert torch.equal(found.dequantize(), wanted)
+    with pytest.raises(ValueError, match="groups that divide in = 128"):
+        fused_mlp.QuantizedWeight.from_int4(words, scales[:, :1].expand(5, 3))
+    with pytest.raises(TypeError, match=r"torch.uint8 or torch.int32"):
+        fused_mlp.QuantizedWeight.from_int4(words.float(), scales)
 
 
 # Values and gradients.
@@ -295,6 +344,9 @@ def test_explained(fused_mlp, device):
     said = fused_mlp.explain(fused_mlp.gated_mlp, x, *weights)
     assert said.implementation == device.type
     assert "nf4 in blocks of 64" in said.reason
+    of_integer = of_integers(fused_mlp, torch.randn(96, 128, device=device), "int4", 64)
+    given = torch.randn(2, 128, device=device), of_integer
+    assert "int4 in blocks of 1 x 64" in fused_mlp.explain(fused_mlp.linear, *given).reason
     for block, words in (((128, 128), "fp8 in blocks of 128 x 128"), ((1, 64), "fp8 in rows"), ((96, 64), "one scale")):
         wide = torch.randn(96, 256 if block[0] == 128 else 64, device=device)
         given = torch.randn(2, wide.shape[1], device=device), of_fp8(fused_mlp, wide, block)
@@ -307,7 +359,7 @@ def test_explained(fused_mlp, device):
 
 
 WRONG = {
-    "format": ({"format": "int4"}, "weight.format must be one of nf4, fp4, fp8, got 'int4'"),
+    "format": ({"format": "int3"}, "weight.format must be one of nf4, fp4, fp8, int8, int4, got 'int3'"),
     "shape": ({"shape": (96, 65)}, r"weight.data must be contiguous, of 3120 elements to fit \[out, in\] = \[96, 65\]"),
     "width": ({"shape": (48, 128)}, r"weight must be \[out, in\] with in = 64 to fit x"),
     "block": ({"block": 32}, "weight.scales must be contiguous, of 192 elements"),

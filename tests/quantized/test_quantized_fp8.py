@@ -213,5 +213,5 @@ def test_the_installed_version_is_known(fused_mlp):
     number = lambda version: tuple(map(int, version.split(".")[:2]))  # noqa: E731
     parts = importlib.import_module(f"{fused_mlp.__name__}.models.parts.quantized")
     installed = number(importlib.metadata.version("transformers"))
-    known = [version for version in map(number, parts._FP8_DIGESTS.values()) if version <= installed]
-    assert number(parts._FP8_DIGESTS[parts.digest_of_fp8(fp8.FP8Linear)]) == max(known)
+    known = [version for version in map(number, parts.CLASSES[parts._FP8].digests.values()) if version <= installed]
+    assert number(parts.CLASSES[parts._FP8].digests[parts.digest_of(fp8.FP8Linear)]) == max(known)

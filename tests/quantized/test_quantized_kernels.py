@@ -62,23 +62,34 @@ class Weight:
         return (self.code.to(wide)[pairs] * scales).to(dtype).view(self.n, self.k)
 
 
-class Fp8:
-    """The same of e4m3 values, under a scale for each block of so many rows and columns."""
+class Blocked:
+    """The same of e4m3 values, int8 or int4, under a scale for each block of so many rows and columns."""
 
     offset = 0.0
 
-    def __init__(self, n: int, k: int, device, block: tuple[int, int] = (128, 128)):
-        self.n, self.k, self.block = n, k, block
-        bits = torch.randint(256, (n, k), dtype=torch.uint8, device=device)
-        self.data = bits.where(bits % 128 != 127, bits - 1).view(torch.float8_e4m3fn)  # no NaN
+    def __init__(self, n: int, k: int, device, block: tuple[int, int] = (128, 128), format: str = "fp8"):
+        self.n, self.k, self.block, self.format = n, k, block, format
+        self.divisor = 127 if format == "int8" else 0
+        bits = torch.randint(256, (n, k // 2 if format == "int4" else k), dtype=torch.uint8, device=device)
+        if format == "fp8":
+            bits = bits.where(bits % 128 != 127, bits - 1).view(torch.float8_e4m3fn)  # no NaN
+        self.data = bits.view(torch.int8) if format == "int8" else bits
         grid = -(-n // block[0]), -(-k // block[1])
-        self.scales = (0.5 + torch.rand(grid, device=device)) * max(k, 1) ** -0.5 / 150
+        typical = {"fp8": 150, "int8": 74 / 127, "int4": 4.6}[format]  # values of codes, those of int8 over 127
+        self.scales = (0.5 + torch.rand(grid, device=device)) * max(k, 1) ** -0.5 / typical
 
     @classmethod
-    def drawn(cls, draw: random.Random, n: int, k: int, rows: int, device):
-        """Of more rows, in blocks that no kernel takes by rounding x: test_quantized_scaled.py has the others."""
-        blocks = [(128, 128), (128, 128), (1, max(k, 1)), (max(n, 1), max(k, 1))] if rows <= 32 or not ON_GPU else []
-        return cls(n, k, device, draw.choice([*blocks, (4, 256), (4, 128)]))
+    def drawn(cls, draw: random.Random, n: int, k: int, rows: int, device, format: str):
+        """More rows in FP8 are in blocks that no kernel takes by rounding x: test_quantized_scaled.py has the others.
+
+        Columns of int4 are even.
+        """
+        blocks = [(4, 256), (4, 128)]
+        if format == "int4":
+            blocks = [(1, columns) for columns in (32, 64, 128, 256, max(k, 1))]
+        elif rows <= 32 or not ON_GPU or format == "int8":
+            blocks += [(128, 128), (128, 128), (1, max(k, 1)), (max(n, 1), max(k, 1))]
+        return cls(n, k, device, draw.choice(blocks), format)
 
     @property
     def operands(self) -> list[Tensor | None]:
@@ -86,13 +97,18 @@ class Fp8:
 
     @property
     def layout(self) -> list[int]:
-        return [self.n, self.k, *self.block, 0]
+        return [self.n, self.k, *self.block, self.divisor]
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         rows, columns = (torch.arange(count, device=self.data.device) for count in (self.n, self.k))
-        scales = self.scales[rows // self.block[0]][:, columns // self.block[1]]
-        return (self.data.to(wide) * scales.to(wide)).to(dtype)
+        scales = self.scales.to(wide)[rows // self.block[0]][:, columns // self.block[1]]
+        values = self.data
+        if self.format == "int4":
+            values = torch.stack((self.data % 16, self.data // 16), -1).view(self.n, self.k).to(wide) - 8
+        if self.format == "int8":
+            scales = scales * torch.tensor(1 / 127, dtype=torch.float32, device=scales.device).to(wide)
+        return (values.to(wide) * scales).to(dtype)
 
 
 @pytest.fixture
@@ -127,7 +143,8 @@ def assert_no_worse(found: Tensor, function: str, x: Tensor, weights, biases, ac
     eager = reference.eager(function, {k: v for k, v in made.items() if v is not None}, activation)
     assert found.dtype == x.dtype and found.shape == exact.shape and found.is_contiguous()
     (norm, largest), (of_eager, largest_of_eager) = errors(found, exact), errors(eager, exact)
-    assert norm <= 1.1 * of_eager + 1e-7, (norm, of_eager)
+    few = 2 if exact.numel() < 512 else 1.1  # results, one of which may be most of the norm
+    assert norm <= few * of_eager + 1e-7, (norm, of_eager, exact.shape, [weight.layout for weight in weights])
     assert largest <= 3 * largest_of_eager + 1e-6, (largest, largest_of_eager)  # of few results in some cases
 
 
@@ -148,23 +165,27 @@ def test_decoding_is_exact(ops, device, dtype, code, nested):
 
 
 @dtypes
-def test_fp8_is_decoded_exactly(ops, device, dtype):
+@pytest.mark.parametrize("format", ["fp8", "int8", "int4"])
+def test_blocks_are_decoded_exactly(ops, device, dtype, format):
     """Every byte that is a number, blocks that are cut, rows of any length, and unaligned data."""
-    every = Fp8(256, 256, device)
-    every.data.view(torch.uint8).copy_(
-        torch.arange(256, device=device).where(torch.arange(256, device=device) % 128 != 127, 0)
+    every = Blocked(256, 256, device, format=format)
+    codes = torch.arange(256, device=device)
+    codes = (
+        codes.where(codes % 128 != 127, 0)
+        if format == "fp8"
+        else codes[: every.data.shape[1]] * 256 // every.data.shape[1]
     )
-    cases = [
-        every,
-        *(Fp8(n, k, device, b) for n, k, b in ((129, 200, (128, 128)), (7, 33, (1, 33)), (0, 8, (128, 128)))),
-    ]
-    cases += [Fp8(n, k, device, b) for n, k, b in ((5, 48, (5, 48)), (1, 1, (1, 1)), (70, 4096, (3, 7)))]
+    every.data.view(torch.uint8).copy_(codes.to(torch.uint8))
+    cuts = ((129, 200, (128, 128)), (7, 34, (1, 34)), (0, 8, (128, 128)), (5, 48, (5, 48)), (1, 2, (1, 1)))
+    cuts += ((70, 4096, (3, 7)), (9, 200, (1, 64)))
+    odd = () if format == "int4" else ((7, 33, (1, 33)), (1, 1, (1, 1)))
+    cases = [every, *(Blocked(n, k, device, block, format) for n, k, block in (*cuts, *odd))]
     for weight in cases:
         with poisoned_memory(device):
             found = ops.quantized_decode(weight.operands, weight.layout, 0.0, dtype)
         assert torch.equal(found, weight.decoded(dtype)), weight.layout
-    shifted = Fp8(24, 64, device)
-    shifted.data = misaligned(shifted.data.view(torch.uint8), 0).view(torch.float8_e4m3fn)
+    shifted = Blocked(24, 64, device, format=format)
+    shifted.data = misaligned(shifted.data.view(torch.uint8), 0).view(shifted.data.dtype)
     found = ops.quantized_decode(shifted.operands, shifted.layout, 0.0, dtype)
     assert torch.equal(found, shifted.decoded(dtype))
 
@@ -185,9 +206,12 @@ def test_random_shapes(ops, device, dtype, function, nested):
         block = draw.choice([64, 64, 64, 128])
         gated = function.startswith("gated")
         shapes = [(hidden, n_in)] * (2 if gated else 1) + ([(out, hidden)] if function.endswith("mlp") else [])
-        code = draw.choice([*CODES, "fp8", "fp8"])
-        if code == "fp8":
-            weights = tuple(Fp8.drawn(draw, n, k, rows, device) for n, k in shapes)
+        code = draw.choice([*CODES, "fp8", "int8", "int8", "int4", "int4"])
+        if code not in CODES:
+            shapes = [(n, k + k % 2) for n, k in shapes] if function.endswith("linear") else shapes
+            code = "int8" if code == "int4" and any(k % 2 for _, k in shapes) else code
+            n_in = shapes[0][1]
+            weights = tuple(Blocked.drawn(draw, n, k, rows, device, code) for n, k in shapes)
         else:
             weights = shared(*(Weight(n, k, device, code, block, nested) for n, k in shapes))
         biases = [torch.randn(n, device=device).to(dtype) if draw.random() < 0.5 else None for n, _ in shapes]
@@ -230,8 +254,11 @@ def test_formats_of_their_own(ops, device, rows):
     """Gate, up and down may have different formats."""
     x = torch.randn(rows, 128, device=device).bfloat16()
     blocks = ((4, 128), (4, 64), (4, 128)) if rows > 32 else ((128, 128), (128, 128), (1, 128))
-    fp8 = [lambda n, k, block=block: Fp8(n, k, device, block) for block in blocks]
+    fp8 = [lambda n, k, block=block: Blocked(n, k, device, block) for block in blocks]
+    int8, int4 = (lambda n, k, format=format: Blocked(n, k, device, (1, k), format) for format in ("int8", "int4"))
     for weights in (
+        (int8(64, 128), int4(64, 128), int8(128, 64)),
+        (int4(64, 128), int4(64, 128), int8(128, 64)),
         (Weight(64, 128, device), fp8[0](64, 128), fp8[1](128, 64)),
         (fp8[0](64, 128), fp8[2](64, 128), Weight(128, 64, device)),
     ):
@@ -259,9 +286,18 @@ def test_wrong_operands(ops, device):
         "activation": {"activation": 99},
         "layout": {"layout": [32, 64, 1, 0, 0]},
         "data and scales alone": {"data": torch.zeros(32, 64, device=device).to(torch.float8_e4m3fn)},
+        "even number of columns": {
+            "code": None,
+            "layout": [30, 33, 1, 33, 0],
+            "data": weight.data[:495],
+            "x": x[:, :33],
+        },
+        "positive divisor": {"code": None, "data": torch.zeros(32, 64, device=device, dtype=torch.int8)},
     }.items():
-        if match.startswith("data and"):
+        if match in ("data and scales alone", "positive divisor"):
             changed["scales"] = torch.ones(32, device=device)
+        if match.startswith("even"):
+            changed["scales"] = torch.ones(30, device=device)
         with pytest.raises(RuntimeError, match=match):
             call(**changed)
 
@@ -285,6 +321,18 @@ def test_same_bits_in_graphs_and_streams(ops, device, rows):
     captured.fill_(torch.nan)
     graph.replay()
     assert_no_worse(captured, "gated_mlp", x, weights, [None] * 3, "silu")
+
+
+@gpu_only
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_integers_in_order(ops, device, format):
+    """Each column alone, by a product with the identity: codes meet the elements of x that they belong to."""
+    for rows in (1, 8, 16, 32, 64, 128):
+        weight = Blocked(136, 256, device, (1, 128 if format == "int4" else 256), format)
+        for first in range(0, 256, rows):
+            x = torch.eye(256, device=device)[first : first + rows].bfloat16()
+            found = ops.quantized_linear(x, weight.operands, weight.layout, 0.0, None, 0)
+            torch.testing.assert_close(found, weight.decoded(torch.bfloat16).t()[first : first + rows])
 
 
 @gpu_only

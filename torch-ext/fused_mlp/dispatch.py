@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from types import ModuleType
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, TypeVar
 
@@ -146,10 +147,10 @@ def _quantized_refusal(device: torch.device, dtype: torch.dtype, is_forced: bool
     return None if reason is None else f"with {reason}"
 
 
-def fp8_refusal(out: int, width: int, block: Sequence[int]) -> Optional[str]:
-    """The same for a weight of FP8 ``[out, width]``, which no kernel reads: to decode it first may take longer.
+def blocked_refusal(out: int, width: int, block: Sequence[int]) -> Optional[str]:
+    """The same for a weight ``[out, width]`` in blocks, which no kernel reads: to decode it first may take longer.
 
-    :func:`most_fp8_rows` says up to how many rows kernels take it.
+    :func:`most_blocked_rows` says up to how many rows kernels take it.
     """
     if width % 64 != 0 or out % 8 != 0:
         return f"of [{out}, {width}] features, which no kernel reads"
@@ -158,21 +159,32 @@ def fp8_refusal(out: int, width: int, block: Sequence[int]) -> Optional[str]:
     return None
 
 
-def most_fp8_rows(x: Tensor, weights: Iterable[Any]) -> int:
-    """The number of rows of ``x`` up to which layers with weights of FP8 are not left to their own products.
+def most_blocked_rows(x: Tensor, weights: Iterable[Any]) -> int:
+    """The number of rows of ``x`` up to which layers with weights in blocks are not left to their own products.
 
-    Kernels of few rows compute with x as it is. On Hopper GPUs those of more rows round it to FP8, as the layers' own
-    products do; elsewhere there are none.
+    Kernels of few rows compute with x as it is. On Hopper GPUs those of more rows round it to FP8 where weights are
+    of that, as the layers' own products do, and weights of int8 are decoded first; elsewhere there are none.
     """
-    if x.is_cuda and not native.is_hopper(x):
-        return _MOST_FP8_ROWS_ELSEWHERE
-    return _MOST_ROUNDED_ROWS if x.is_cuda and all(map(_may_round_rows, weights)) else _MOST_FP8_ROWS
+    weights = list(weights)
+    is_rounded = all(map(_may_round_rows, weights))
+    return min(most_rows_of(weight.format, x, is_rounded) for weight in weights)
+
+
+def most_rows_of(format: str, x: Tensor, is_rounded: bool = True) -> int:
+    """The same for weights of one format; ``is_rounded``: x may be rounded to that."""
+    if not x.is_cuda:
+        return _MOST_ROWS
+    if not native.is_hopper(x):
+        return _MOST_ROWS_ELSEWHERE
+    if format == "int8":
+        return ANY_ROWS
+    return _MOST_ROUNDED_ROWS if is_rounded else _MOST_ROWS
 
 
 def _may_round_rows(weight: Any) -> bool:
     """True for a ``QuantizedWeight`` that Hopper multiplies by x in FP8, as cuda/quantized/choice.cpp says."""
     rows = weight.block[0]
-    return rows % 128 == 0 or rows >= weight.shape[0]
+    return weight.format == "fp8" and (rows % 128 == 0 or rows >= weight.shape[0])
 
 
 def _is_forced() -> bool:
@@ -180,7 +192,8 @@ def _is_forced() -> bool:
 
 
 # On an H200, as measured beside torch's products in FP8; GPUs that do not round x are bound by the weights' bytes.
-_MOST_FP8_ROWS, _MOST_FP8_ROWS_ELSEWHERE, _MOST_ROUNDED_ROWS = 32, 16, 128
+_MOST_ROWS, _MOST_ROWS_ELSEWHERE, _MOST_ROUNDED_ROWS = 32, 16, 128
+ANY_ROWS = sys.maxsize
 
 
 def has_few_rows(x: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Frozen quantised weights: of four bits a value, NF4 and FP4, as bitsandbytes holds them, and of FP8.
+"""Frozen quantised weights: of four bits a value, NF4 and FP4, as bitsandbytes holds them, of FP8, int8 and int4.
 
 Sources: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", arXiv:2305.14314; Micikevicius et al., "FP8
 Formats for Deep Learning", arXiv:2209.05433.
@@ -31,7 +31,9 @@ CODES: Dict[str, Tuple[float, ...]] = {
     ),
     "fp4": (*_POSITIVE_FP4, *(-value for value in _POSITIVE_FP4)),
 }
-FORMATS = (*CODES, "fp8")
+# The formats whose blocks are of rows and columns, by the dtype of their data.
+BLOCKED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
+FORMATS = (*CODES, *BLOCKED)
 
 
 class QuantizedWeight(NamedTuple):
@@ -41,6 +43,13 @@ class QuantizedWeight(NamedTuple):
     element for each block of ``block = (rows, columns)`` values: ``[ceil(out / rows), ceil(in / columns)]``. On Hopper
     GPUs products of more than 32 rows of x (64 of a small weight) round these to float8_e4m3fn too, each 128 columns
     of a row by their largest value, as ``explain`` says.
+
+    Of format ``"int8"`` the same holds for ``data`` of int8, and x is not rounded. Its scales are divided by
+    ``divisor``, which is 127 where they are the largest values of their blocks.
+
+    Of format ``"int4"`` the same holds for ``data`` of uint8, ``[out, in / 2]``: two values in an element, the first in
+    its lower bits, each 8 more than what it stands for. Kernels of few rows take blocks of a row whose columns are 64
+    times a power of two.
 
     Of formats ``"nf4"`` and ``"fp4"``, ``data`` is uint8, contiguous, of any shape: two values in an element, row by
     row, the first in its upper bits. Each is the code of one of 16 values times the scale of its block; ``block``
@@ -59,13 +68,21 @@ class QuantizedWeight(NamedTuple):
     nested_code: Optional[Tensor] = None
     nested_block: int = 256
     offset: float = 0.0
+    divisor: int = 1
 
     @classmethod
     def from_bitsandbytes(cls, weight: Tensor) -> QuantizedWeight:
-        """That of a ``Params4bit``, which shares its memory.
+        """That of a ``Params4bit``, or of an ``Int8Params`` that has its scales, which shares its memory.
 
-        Raises TypeError for what is none, ValueError for one that is not quantised yet, or packed for a CPU.
+        Raises TypeError for what is none, ValueError for one that is not quantised yet, or packed for a CPU. A layer
+        that was called holds the scales of its ``Int8Params`` itself: ``from_int8(weight, layer.state.SCB,
+        divisor=127)``.
         """
+        if type(weight).__name__ == "Int8Params":
+            data, scales = getattr(weight, "CB", None), getattr(weight, "SCB", None)
+            if data is None or scales is None:
+                raise OperandValueError("weight must have CB and SCB, got one without: not quantised, or in a layer's")
+            return cls.from_int8(data, scales, divisor=_LARGEST)
         state = getattr(weight, "quant_state", None)
         if type(weight).__name__ != "Params4bit":
             raise OperandTypeError(f"weight must be a bitsandbytes.nn.Params4bit, got {type(weight).__name__}")
@@ -81,16 +98,42 @@ class QuantizedWeight(NamedTuple):
         ``scales`` is float32: ``[ceil(out / rows), ceil(in / columns)]`` of blocks of ``block = (rows, columns)``
         values; ``[out, 1]`` or ``[out]`` where a row has one, whatever ``block`` is; of one element for all.
         """
-        if not isinstance(weight, Tensor) or weight.dim() != 2:
-            raise OperandTypeError(f"weight must be a tensor [out, in], got {shape_of(weight)}")
-        if not isinstance(scales, Tensor):
-            raise OperandTypeError(f"scales must be a tensor, got {type(scales).__name__}")
-        out, width = weight.shape
-        if tuple(scales.shape) in ((out, 1), (out,)):
-            block = (1, max(1, width))
-        elif scales.numel() == 1:
-            block = (max(1, out), max(1, width))
-        return cls(weight.detach(), scales.detach(), (out, width), "fp8", tuple(block))
+        shape = _shape_of("weight", weight)
+        return cls(weight.detach(), _detached(scales), shape, "fp8", _block_of(shape, scales, block))
+
+    @classmethod
+    def from_int8(
+        cls, weight: Tensor, scales: Tensor, block: Tuple[int, int] = (128, 128), divisor: int = 1
+    ) -> QuantizedWeight:
+        """The same of int8 values ``[out, in]``; the scales are divided by ``divisor``.
+
+        bitsandbytes' ``CB`` and ``SCB`` are values and scales with a divisor of 127, torchao's ``qdata`` and ``scale``
+        with one of 1.
+        """
+        shape = _shape_of("weight", weight)
+        block = _block_of(shape, scales, block)
+        return cls(weight.detach(), _detached(scales), shape, "int8", block, divisor=divisor)
+
+    @classmethod
+    def from_int4(cls, weight: Tensor, scales: Tensor) -> QuantizedWeight:
+        """That of values of -8 to 7 in groups of a row, which shares the memory of ``weight``.
+
+        ``weight`` is uint8 ``[out, in / 2]`` or int32 ``[out, in / 8]``: values plus 8, the first of an element in its
+        lowest bits, as compressed-tensors packs them (``weight_packed``). ``scales`` is ``[out, groups]``; where it is
+        not float32 it is cast once, here.
+        """
+        out, columns = _shape_of("weight", weight)
+        if weight.dtype not in (torch.uint8, torch.int32) or not weight.is_contiguous():
+            raise OperandTypeError(f"weight must be contiguous, of torch.uint8 or torch.int32, got {shape_of(weight)}")
+        groups = _shape_of("scales", scales)[1]
+        width = columns * 2 * weight.element_size()
+        if scales.shape[0] != out or groups == 0 or width % groups != 0:
+            raise OperandValueError(
+                f"scales must be [out, groups] with out = {out} and groups that divide in = {width}, "
+                f"got {shape_of(scales)}"
+            )
+        data = weight.detach().view(torch.uint8)
+        return cls(data, scales.detach().float().contiguous(), (out, width), "int4", (1, max(1, width // groups)))
 
     @property
     def device(self) -> torch.device:
@@ -115,6 +158,29 @@ class QuantizedWeight(NamedTuple):
 
 
 AnyWeight = Union[Tensor, QuantizedWeight]
+_LARGEST = 127  # value of bitsandbytes' int8
+
+
+def _shape_of(name: str, tensor: Any) -> Tuple[int, int]:
+    if not isinstance(tensor, Tensor) or tensor.dim() != 2:
+        raise OperandTypeError(f"{name} must be a tensor [out, in], got {shape_of(tensor)}")
+    return tuple(tensor.shape)
+
+
+def _detached(scales: Any) -> Tensor:
+    if not isinstance(scales, Tensor):
+        raise OperandTypeError(f"scales must be a tensor, got {type(scales).__name__}")
+    return scales.detach()
+
+
+def _block_of(shape: Tuple[int, int], scales: Tensor, block: Tuple[int, int]) -> Tuple[int, int]:
+    """The block of scales by their shape: of a row, of all, or as it is given."""
+    out, width = shape
+    if isinstance(scales, Tensor) and tuple(scales.shape) in ((out, 1), (out,)):
+        return 1, max(1, width)
+    if isinstance(scales, Tensor) and scales.numel() == 1:
+        return max(1, out), max(1, width)
+    return tuple(block)
 
 
 def of_state(weight: Tensor, state: Any, offset: float) -> QuantizedWeight:
@@ -128,8 +194,9 @@ def of_state(weight: Tensor, state: Any, offset: float) -> QuantizedWeight:
 
 def operands_of(weight: QuantizedWeight) -> Tuple[List[Optional[Tensor]], List[int], float]:
     """The operands of the ops: tensors, layout and offset."""
-    if weight.format == "fp8":
-        return [weight.data, weight.scales, None, None, None], [*weight.shape, *weight.block, 0], 0.0
+    if weight.format in BLOCKED:
+        divisor = weight.divisor if weight.format == "int8" else 0
+        return [weight.data, weight.scales, None, None, None], [*weight.shape, *weight.block, divisor], 0.0
     layout = [*weight.shape, 1, weight.block, 0 if weight.nested_scales is None else weight.nested_block]
     code = code_of(weight.format, weight.device)
     return [weight.data, weight.scales, code, weight.nested_scales, weight.nested_code], layout, weight.offset
@@ -156,9 +223,9 @@ def is_any(*weights: AnyWeight) -> bool:
     return False
 
 
-def are_fp8(*weights: AnyWeight) -> bool:
-    """True if these are all of FP8, and there is one."""
-    return bool(weights) and all(type(each) is QuantizedWeight and each.format == "fp8" for each in weights)
+def are_blocked(*weights: AnyWeight) -> bool:
+    """True if these are all of formats in blocks of rows and columns, FP8 and integers, and there is one."""
+    return bool(weights) and all(type(each) is QuantizedWeight and each.format in BLOCKED for each in weights)
 
 
 def words_of(weights: Iterable[Optional[QuantizedWeight]]) -> str:
@@ -167,12 +234,12 @@ def words_of(weights: Iterable[Optional[QuantizedWeight]]) -> str:
 
 
 def _words_of(weight: QuantizedWeight) -> str:
-    if weight.format != "fp8":
+    if weight.format not in BLOCKED:
         return f"{weight.format} in blocks of {weight.block}"
     (rows, columns), (out, width) = weight.block, weight.shape
     if columns < width or 1 < rows < out:
-        return f"fp8 in blocks of {rows} x {columns}"
-    return "fp8 in rows" if rows == 1 else "fp8 under one scale"
+        return f"{weight.format} in blocks of {rows} x {columns}"
+    return f"{weight.format} in rows" if rows == 1 else f"{weight.format} under one scale"
 
 
 def stand_ins(x: Tensor, /, **weights: AnyWeight) -> List[Tensor]:
@@ -198,8 +265,8 @@ def shape_alone(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
 def _check(x: Tensor, name: str, weight: QuantizedWeight) -> None:
     if weight.format not in FORMATS:
         raise OperandValueError(f"{name}.format must be one of {', '.join(FORMATS)}, got {weight.format!r}")
-    if weight.format == "fp8":
-        _check_fp8(x, name, weight)
+    if weight.format in BLOCKED:
+        _check_blocked(x, name, weight)
         return
     shape, block = weight.shape, weight.block
     if len(shape) != 2 or min(shape) < 0 or not isinstance(block, int) or block < 1 or weight.nested_block < 1:
@@ -219,7 +286,7 @@ def _check(x: Tensor, name: str, weight: QuantizedWeight) -> None:
     _check_parts(x, name, weight, dict(list(wanted.items())[: 4 if is_nested else 2]))
 
 
-def _check_fp8(x: Tensor, name: str, weight: QuantizedWeight) -> None:
+def _check_blocked(x: Tensor, name: str, weight: QuantizedWeight) -> None:
     shape, block = weight.shape, weight.block
     is_pair = isinstance(block, tuple) and len(block) == 2
     if len(shape) != 2 or min(shape) < 0 or not is_pair or min(block) < 1:
@@ -228,9 +295,14 @@ def _check_fp8(x: Tensor, name: str, weight: QuantizedWeight) -> None:
             f"block = {block}"
         )
     if not (weight.nested_scales is None and weight.nested_code is None):
-        raise OperandValueError(f"{name} must have neither nested_scales nor nested_code, being of fp8")
+        raise OperandValueError(f"{name} must have neither nested_scales nor nested_code, being of {weight.format}")
+    if weight.divisor < 1 or (weight.format == "int4" and shape[1] % 2 != 0):
+        raise OperandValueError(
+            f"{name}.divisor must be positive, and the columns of int4 even, got {weight.divisor} and {list(shape)}"
+        )
     blocks = -(-shape[0] // block[0]) * -(-shape[1] // block[1])
-    wanted = {"data": (torch.float8_e4m3fn, weight.numel()), "scales": (torch.float32, blocks)}
+    count = weight.numel() // 2 if weight.format == "int4" else weight.numel()
+    wanted = {"data": (BLOCKED[weight.format], count), "scales": (torch.float32, blocks)}
     _check_parts(x, name, weight, wanted)
 
 
@@ -254,8 +326,8 @@ def _check_parts(x: Tensor, name: str, weight: QuantizedWeight, wanted: Dict[str
 
 def halves(both: QuantizedWeight, up_first: bool) -> Optional[Tuple[QuantizedWeight, QuantizedWeight]]:
     """The gate's and the up's half of a weight that holds both; None where a block reaches across the middle."""
-    if both.format == "fp8":
-        return _halves_fp8(both, up_first)
+    if both.format in BLOCKED:
+        return _halves_blocked(both, up_first)
     features, width = both.shape[0] // 2, both.shape[1]
     count = features * width
     blocks = count // both.block
@@ -277,12 +349,12 @@ def halves(both: QuantizedWeight, up_first: bool) -> Optional[Tuple[QuantizedWei
     return (second, first) if up_first else (first, second)
 
 
-def _halves_fp8(both: QuantizedWeight, up_first: bool) -> Optional[Tuple[QuantizedWeight, QuantizedWeight]]:
+def _halves_blocked(both: QuantizedWeight, up_first: bool) -> Optional[Tuple[QuantizedWeight, QuantizedWeight]]:
     (out, width), (rows, columns) = both.shape, both.block
     features, of_row = out // 2, -(-width // columns)
     if out % 2 != 0 or (rows < out and features % rows != 0):
         return None
-    data, scales = both.data.view(out, width), both.scales.view(-1, of_row)
+    data, scales = both.data.view(out, -1), both.scales.view(-1, of_row)
     found = [
         both._replace(data=each, scales=scales, shape=(features, width)) for each in (data[:features], data[features:])
     ]

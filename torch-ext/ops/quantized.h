@@ -12,9 +12,11 @@
 // Quantised weights as their libraries hold them: the operands of the ops, and their checks.
 namespace fused_mlp {
 
-// A weight [n, k] of one of two formats.
+// A weight [n, k] of one of these formats.
 //
-// FP8: data is e4m3, scales are float32, one for each block of block_rows x block elements, row by row.
+// FP8, int8 and int4: data is e4m3; int8; or bytes, where element i of a row, whose k is even, is 8 more than its
+// value, in the low half of byte i / 2 where i is even, and else in the high one. Scales are float32, one for each
+// block of block_rows x block elements, row by row; those of int8 are divided by nested_block.
 //
 // 4 bits: element i, counted through the rows, is the high half of byte i / 2 where i is even, and else the low one. It
 // is decoded as (code[c] * scale) rounded to a dtype, and belongs to block i / block; block_rows is 1. A block's scale
@@ -28,11 +30,14 @@ struct QuantizedWeight {
 
   static constexpr int kOperands = 5, kSizes = 5;
 
-  bool fp8() const { return data.scalar_type() == ScalarType::Float8_e4m3fn; }
+  bool blocked() const { return data.scalar_type() != ScalarType::Byte || !code; }
+  bool int4() const { return blocked() && data.scalar_type() == ScalarType::Byte; }
+  bool int8() const { return data.scalar_type() == ScalarType::Char; }
+  float factor() const { return int8() ? 1.0f / static_cast<float>(nested_block) : 1.0f; }  // of scales
   bool nested() const { return nested_scales.has_value(); }
   int64_t elements() const { return n * k; }
-  int64_t blocks_of_row() const { return ceil_div(k, block); }  // of FP8
-  int64_t blocks() const { return fp8() ? ceil_div(n, block_rows) * blocks_of_row() : ceil_div(elements(), block); }
+  int64_t blocks_of_row() const { return ceil_div(k, block); }  // where these are
+  int64_t blocks() const { return blocked() ? ceil_div(n, block_rows) * blocks_of_row() : ceil_div(elements(), block); }
 
   // That of place `i` in lists of all operands, of all sizes and of all offsets.
   QuantizedWeight(const std::vector<OptionalTensor>& operands, const std::vector<int64_t>& sizes, double offset,
@@ -63,15 +68,17 @@ struct QuantizedWeight {
   void check() const {
     STD_TORCH_CHECK(n >= 0 && k >= 0 && block_rows > 0 && block > 0,
                     "layout must be [out, in, block_rows, block, nested_block], blocks positive");
-    if (fp8()) {
-      check_operand(data, "data", ScalarType::Float8_e4m3fn, elements());
+    if (blocked()) {
+      const auto dtype = int4() || int8() ? data.scalar_type() : ScalarType::Float8_e4m3fn;
+      check_operand(data, "data", dtype, int4() ? elements() / 2 : elements());
       check_operand(scales, "scales", ScalarType::Float, blocks());
-      STD_TORCH_CHECK(!code && !nested_scales && !nested_code, "an FP8 weight has data and scales alone");
+      STD_TORCH_CHECK(!code && !nested_scales && !nested_code, "a weight of such a format has data and scales alone");
+      STD_TORCH_CHECK(!int4() || k % 2 == 0, "a weight of int4 must have an even number of columns, not ", k);
+      STD_TORCH_CHECK(!int8() || nested_block > 0, "scales of int8 must have a positive divisor");
       return;
     }
     check_operand(data, "data", ScalarType::Byte, ceil_div(elements(), 2));
     check_operand(scales, "scales", nested() ? ScalarType::Byte : ScalarType::Float, blocks());
-    STD_TORCH_CHECK(code.has_value(), "a weight of 4 bits must have code");
     check_operand(*code, "code", ScalarType::Float, 16);
     STD_TORCH_CHECK(nested_scales.has_value() == nested_code.has_value(),
                     "a quantised weight must have both nested_scales and nested_code, or neither");

@@ -35,21 +35,38 @@ cudaError_t launch_decode(const CodedElements& weight, void* out, DType dtype, c
   return nested ? launch<true>(weight, out, dtype, stream) : launch<false>(weight, out, dtype, stream);
 }
 
-cudaError_t launch_decode(const Fp8Elements& weight, void* out, DType dtype, cudaStream_t stream) {
-  const int64_t elements = weight.n * weight.k;
-  if (elements == 0) return cudaSuccess;
-  const auto blocks = static_cast<unsigned>(ceil_div(elements, kThreads * kCodes * kVectors));
+namespace {
+
+template <Coding kCoding>
+cudaError_t launch_blocked(const BlockedElements& weight, void* out, DType dtype, cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>(ceil_div(weight.n * weight.k, kThreads * kCodes * kVectors));
   const bool vectors = weight.k % kCodes == 0 && (weight.block % kCodes == 0 || weight.block >= weight.k) &&
-                       reinterpret_cast<uintptr_t>(weight.data) % 8 == 0 &&
+                       reinterpret_cast<uintptr_t>(weight.data) % vector_bytes(kCoding) == 0 &&
                        reinterpret_cast<uintptr_t>(out) % kVectorBytes == 0;
   return visit_dtype(dtype, [&]<typename T>(T*) {
     if (vectors) {
-      decode_fp8_vectors_kernel<T><<<blocks, kThreads, 0, stream>>>(weight, static_cast<T*>(out));
+      decode_blocked_vectors_kernel<T, kCoding><<<blocks, kThreads, 0, stream>>>(weight, static_cast<T*>(out));
     } else {
-      decode_fp8_kernel<T><<<blocks, kThreads, 0, stream>>>(weight, static_cast<T*>(out));
+      decode_blocked_kernel<T, kCoding><<<blocks, kThreads, 0, stream>>>(weight, static_cast<T*>(out));
     }
     return cudaGetLastError();
   });
+}
+
+}  // namespace
+
+cudaError_t launch_decode(const BlockedElements& weight, void* out, DType dtype, cudaStream_t stream) {
+  if (weight.n * weight.k == 0) return cudaSuccess;
+  switch (weight.coding) {
+    case Coding::kInt4:
+      return launch_blocked<Coding::kInt4>(weight, out, dtype, stream);
+    case Coding::kFp8:
+      return launch_blocked<Coding::kFp8>(weight, out, dtype, stream);
+    case Coding::kInt8:
+      return launch_blocked<Coding::kInt8>(weight, out, dtype, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
 }
 
 cudaError_t launch_unnest(const NestedScales (&nested)[kMostNested], cudaStream_t stream) {

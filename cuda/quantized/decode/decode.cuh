@@ -82,13 +82,19 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(CodedElements weight, 
   for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) decode_one<T, kNested>(weight, table, i, out);
 }
 
-__device__ __forceinline__ float fp8_value(uint8_t bits) {
-  return __half2float(__half(__nv_cvt_fp8_to_halfraw(bits, __NV_E4M3)));
+constexpr int vector_bytes(Coding coding) { return kCodes * block_bytes(coding) / kCodedBlock; }
+
+// The value of the lowest bits.
+template <Coding kCoding>
+__device__ __forceinline__ float value_of(uint32_t bits) {
+  if constexpr (kCoding == Coding::kInt4) return static_cast<float>(static_cast<int>(bits & 15) - 8);
+  if constexpr (kCoding == Coding::kInt8) return static_cast<float>(static_cast<int8_t>(bits));
+  return __half2float(__half(__nv_cvt_fp8_to_halfraw(static_cast<uint8_t>(bits), __NV_E4M3)));
 }
 
 // Vectors of 8 values, each within a row and a block.
-template <typename T>
-__global__ void __launch_bounds__(kThreads) decode_fp8_vectors_kernel(Fp8Elements weight, T* out) {
+template <typename T, Coding kCoding>
+__global__ void __launch_bounds__(kThreads) decode_blocked_vectors_kernel(BlockedElements weight, T* out) {
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads * kVectors + threadIdx.x;
   const int64_t of_row = weight.k / kCodes, vectors = weight.n * of_row;
   const int64_t blocks = ceil_div(weight.k, weight.block);
@@ -97,30 +103,36 @@ __global__ void __launch_bounds__(kThreads) decode_fp8_vectors_kernel(Fp8Element
     const int64_t vector = first + i * kThreads;
     if (vector >= vectors) continue;
     const int64_t row = vector / of_row, column = vector % of_row * kCodes;
-    const float scale = __ldg(weight.scales + row / weight.block_rows * blocks + column / weight.block);
-    const uint2 words = __ldg(reinterpret_cast<const uint2*>(weight.data) + vector);
+    const float scale = __ldg(weight.scales + row / weight.block_rows * blocks + column / weight.block) * weight.factor;
+    constexpr int kWords = vector_bytes(kCoding) / 4, kOfWord = kCodes / kWords;
+    uint32_t words[kWords];
+#pragma unroll
+    for (int j = 0; j < kWords; ++j)
+      words[j] = __ldg(reinterpret_cast<const uint32_t*>(weight.data) + vector * kWords + j);
     constexpr int kWidth = kVectorBytes / sizeof(T);
 #pragma unroll
     for (int part = 0; part < kCodes; part += kWidth) {
       float elements[kWidth];
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
-        const uint32_t word = part + j < 4 ? words.x : words.y;
-        elements[j] = fp8_value(static_cast<uint8_t>(word >> (part + j) % 4 * 8)) * scale;
+        const int code = part + j;
+        elements[j] = value_of<kCoding>(words[code / kOfWord] >> code % kOfWord * (32 / kOfWord)) * scale;
       }
       store<T, kWidth>(out + vector * kCodes + part, elements);
     }
   }
 }
 
-template <typename T>
-__global__ void __launch_bounds__(kThreads) decode_fp8_kernel(Fp8Elements weight, T* out) {
+template <typename T, Coding kCoding>
+__global__ void __launch_bounds__(kThreads) decode_blocked_kernel(BlockedElements weight, T* out) {
   constexpr int kOfCta = kThreads * kVectors * kCodes;
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * kOfCta, end = min(weight.n * weight.k, begin + kOfCta);
   const int64_t blocks = ceil_div(weight.k, weight.block);
   for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) {
     const float scale = __ldg(weight.scales + i / weight.k / weight.block_rows * blocks + i % weight.k / weight.block);
-    out[i] = from_float<T>(fp8_value(weight.data[i]) * scale);
+    constexpr bool kHalves = kCoding == Coding::kInt4;
+    const uint32_t bits = weight.data[kHalves ? i / 2 : i] >> (kHalves ? i % 2 * 4 : 0);
+    out[i] = from_float<T>(value_of<kCoding>(bits) * (scale * weight.factor));
   }
 }
 

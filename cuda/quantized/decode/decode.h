@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "../../../torch-ext/operands/matrix.h"
+#include "../problem.h"
 
 namespace fused_mlp {
 
@@ -26,15 +27,18 @@ struct CodedElements {
   int64_t elements, block;
 };
 
-struct Fp8Elements {
+// A weight with a scale for each block of block_rows x block values. In int4 k is even.
+struct BlockedElements {
+  Coding coding;
   const uint8_t* data;
   const float* scales;
   int64_t n, k, block_rows, block;
+  float factor;  // of all scales
 };
 
 // Writes all elements, rounded to the dtype.
 cudaError_t launch_decode(const CodedElements& weight, void* out, DType dtype, cudaStream_t stream);
-cudaError_t launch_decode(const Fp8Elements& weight, void* out, DType dtype, cudaStream_t stream);
+cudaError_t launch_decode(const BlockedElements& weight, void* out, DType dtype, cudaStream_t stream);
 
 // Scales that are written as floats: `count` of them.
 struct NestedScales {

@@ -29,24 +29,4 @@ struct Fp8Values {
   }
 };
 
-// As PairTable, without a table.
-template <typename Element>
-struct Fp8Decoder {
-  static constexpr int kBytes = 0;
-
-  template <int kThreads>
-  static __device__ __forceinline__ float fill(uint8_t*, const float*) {
-    return 1.0f;
-  }
-
-  static __device__ __forceinline__ void decode_16(uint32_t (&pairs)[8], const uint8_t*, const uint8_t* codes) {
-    const uint4 words = *reinterpret_cast<const uint4*>(codes);
-    const uint32_t each[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      Fp8Values<Element>::decode(pairs[2 * i], pairs[2 * i + 1], __byte_perm(each[i], 0, 0x3120));
-    }
-  }
-};
-
 }  // namespace fused_mlp

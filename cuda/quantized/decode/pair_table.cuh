@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../gemm/epilogue.cuh"
+#include "../problem.h"
 
 namespace fused_mlp {
 
@@ -32,7 +33,8 @@ struct PairTable {
   // Fills the table by the first kThreads threads of a CTA. Returns what sums are to be multiplied by. The table can be
   // read after these threads' next barrier.
   template <int kThreads>
-  static __device__ __forceinline__ float fill(uint8_t* table, const float* code) {
+  static __device__ __forceinline__ float fill(uint8_t* table, const CodedWeight& weight) {
+    const float* const code = weight.code;
     static_assert(kThreads >= kFactors && kThreads % kEntries == 0);
     constexpr int kWarps = kFactors / 32;
     __shared__ uint64_t best_of_warps[kWarps];

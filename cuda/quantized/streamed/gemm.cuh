@@ -4,7 +4,8 @@
 // Weight rows are the M side of the products and rows of a (tokens) the N side, as in the streamed GEMM of sm80/. The
 // sum over k does not depend on which element of k is which in an instruction, so each lane multiplies 16 adjacent
 // codes of a block of 64 with the 16 elements of a that they belong to. A block's products are added up of the codes
-// alone, and are multiplied by the block's scale in float32: only codes are rounded, and those of FP8 are not.
+// alone, and are multiplied by the block's scale in float32: only codes are rounded, and those of FP8 and integers are
+// not.
 //
 // Warps share k, and so may the CTAs of a cluster. Their sums are added in the order of CTAs and warps.
 #pragma once
@@ -13,7 +14,7 @@
 
 #include "../../overlap.cuh"
 #include "../../sm80/ptx.cuh"
-#include "../decode/fp8.cuh"
+#include "../decode/bytes.cuh"
 #include "../decode/pair_table.cuh"
 #include "../problem.h"
 
@@ -34,7 +35,8 @@ struct CodedGemm {
   using Element = Element_;
   static constexpr CodedKernel kKernel = kKernel_;
   static constexpr Coding kCoding = kKernel.coding;
-  using Decoder = std::conditional_t<kCoding == Coding::kFp8, Fp8Decoder<Element>, PairTable<Element>>;
+  using OfFourBits = std::conditional_t<kCoding == Coding::kInt4, Int4Decoder<Element>, PairTable<Element>>;
+  using Decoder = std::conditional_t<in_bytes(kCoding), ByteDecoder<kCoding, Element>, OfFourBits>;
   static constexpr Product kProduct = kGated_ ? Product::kGated : Product::kPlain;
   static constexpr bool kGated = kGated_;
   static constexpr int kTokens = kKernel.tokens, kTilesN = kTokens / 8;
@@ -387,7 +389,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kKernel.ctas)
   CodedCopies<Gemm> copies(args, begin, end, cluster, clusters);
   CodedCopies<Gemm> ahead = copies;
   ahead.fill_weights(sm80::shared_address(ring));
-  const float unscale = Gemm::Decoder::template fill<Gemm::kThreads>(raw_shared, args.weight.code);
+  const float unscale = Gemm::Decoder::template fill<Gemm::kThreads>(raw_shared, args.weight);
   wait_for_previous_kernel();
   copies.fill_tokens(sm80::shared_address(ring));
   const uint8_t* const table = raw_shared + threadIdx.x % 32 * 4;

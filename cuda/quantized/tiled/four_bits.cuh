@@ -20,14 +20,16 @@ class FourBitsDecoder {
   static __device__ __forceinline__ void fill_table(const CodedTiledArgs& args, const CodedTiledShared<Gemm>& shared) {
     const float* const code = args.of_weight.code;
     for (int i = threadIdx.x; i < 256 * 16; i += Gemm::kThreads) {
-      const int entry = i / 16;
-      shared.table()[i] = make_float2(__ldg(code + entry / 16), __ldg(code + entry % 16));
+      const int high = i / 16 / 16, low = i / 16 % 16;
+      shared.table()[i] =
+          code == nullptr ? make_float2(low - 8, high - 8) : make_float2(__ldg(code + high), __ldg(code + low));
     }
   }
 
   __device__ __forceinline__ FourBitsDecoder(const CodedTiledArgs& args, const CodedTiledShared<Gemm>& shared,
                                              int column)
       : rows(args, column),
+        shift_(args.of_weight.scale_shift),
         table_(reinterpret_cast<const uint8_t*>(shared.table())),
         copy_(threadIdx.x % 16 * 8),
         turn_(threadIdx.x % 4 * 8 + 25) {}
@@ -40,11 +42,11 @@ class FourBitsDecoder {
     sm90::RingPosition at(Gemm::kStages), next(Gemm::kStages);
     int previous = -1;
     sm90::mbarrier_wait(shared.full(at.stage), at.parity);
-    decode(even, shared.weight(at.stage), rows.scales_of(begin, 0));
-    float2 scales = rows.scales_of(min(begin + 1, end - 1), 0);
+    decode(even, shared.weight(at.stage), rows.scales_of(begin, shift_));
+    float2 scales = rows.scales_of(min(begin + 1, end - 1), shift_);
 
     const auto step = [&](DecodedBlock& block_codes, DecodedBlock& next_codes, int block) {
-      const float2 scales_behind = rows.scales_of(min(block + 2, end - 1), 0);
+      const float2 scales_behind = rows.scales_of(min(block + 2, end - 1), shift_);
       sm90::fence_accumulator(sums);
       sm90::wgmma_fence();
 #pragma unroll
@@ -94,6 +96,7 @@ class FourBitsDecoder {
     return round_pair<typename Gemm::Element>(code.x * scale, code.y * scale);
   }
 
+  const int shift_;
   const uint8_t* const table_;
   const uint32_t copy_, turn_;
 };

@@ -2,14 +2,14 @@
 // takes its A side from, so that decoded weights never are in memory.
 //
 // Weight rows are the M side, 64 for each warpgroup, and up to 256 rows of a (tokens) the N side. While the tensor
-// cores multiply a block of k, the warpgroup decodes the next one: four_bits.cuh, fp8.cuh. A CTA has one tile; a
+// cores multiply a block of k, the warpgroup decodes the next one: four_bits.cuh, bytes.cuh. A CTA has one tile; a
 // cluster may share its k, and adds its CTAs' sums in the order of their ranks.
 #pragma once
 
 #include <type_traits>
 
+#include "bytes.cuh"
 #include "four_bits.cuh"
-#include "fp8.cuh"
 
 namespace fused_mlp {
 
@@ -85,7 +85,7 @@ template <typename Gemm>
 __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtas)
     coded_tiled_kernel(const __grid_constant__ CodedTiledArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using Decoder = std::conditional_t<Gemm::kFp8, Fp8TiledDecoder<Gemm>, FourBitsDecoder<Gemm>>;
+  using Decoder = std::conditional_t<Gemm::kInBytes, BytesDecoder<Gemm>, FourBitsDecoder<Gemm>>;
   extern __shared__ uint8_t raw_shared[];
   const CodedTiledShared<Gemm> shared(raw_shared);
   const int tile = blockIdx.x / args.split, rank = blockIdx.x % args.split;

@@ -45,6 +45,7 @@ cudaError_t launch_gemm(const CodedProblem& p, int split, const Gpu& gpu, cudaSt
                              stream);
 }
 
+// They take int4 too, by another table.
 template <typename Element, bool kGated>
 cudaError_t launch_four_bits(const CodedProblem& p, const CodedPlan& plan, const Gpu& gpu, cudaStream_t stream) {
   constexpr Coding kCoding = Coding::kFourBits;
@@ -60,9 +61,8 @@ cudaError_t launch_four_bits(const CodedProblem& p, const CodedPlan& plan, const
 }
 
 // Four warpgroups of a gated product share the rows of a.
-template <typename Element, bool kGated>
-cudaError_t launch_fp8(const CodedProblem& p, const CodedPlan& plan, const Gpu& gpu, cudaStream_t stream) {
-  constexpr Coding kCoding = Coding::kFp8;
+template <Coding kCoding, typename Element, bool kGated>
+cudaError_t launch_bytes(const CodedProblem& p, const CodedPlan& plan, const Gpu& gpu, cudaStream_t stream) {
   constexpr int kGroups = kGated ? 4 : 2;
   if (plan.groups != (plan.tokens > 64 ? 2 : kGroups)) return cudaErrorInvalidValue;
   switch (plan.tokens) {
@@ -78,8 +78,14 @@ cudaError_t launch_fp8(const CodedProblem& p, const CodedPlan& plan, const Gpu& 
 
 template <typename Element, bool kGated>
 cudaError_t launch_of(const CodedProblem& p, const CodedPlan& plan, const Gpu& gpu, cudaStream_t stream) {
-  return p.coding == Coding::kFp8 ? launch_fp8<Element, kGated>(p, plan, gpu, stream)
-                                  : launch_four_bits<Element, kGated>(p, plan, gpu, stream);
+  switch (p.coding) {
+    case Coding::kFp8:
+      return launch_bytes<Coding::kFp8, Element, kGated>(p, plan, gpu, stream);
+    case Coding::kInt8:
+      return launch_bytes<Coding::kInt8, Element, kGated>(p, plan, gpu, stream);
+    default:
+      return launch_four_bits<Element, kGated>(p, plan, gpu, stream);
+  }
 }
 
 template <typename Element>

@@ -26,7 +26,7 @@ template <Coding kCoding_, typename Element_, bool kGated_, int kTokens_, int kG
 struct CodedTiled {
   using Element = Element_;
   static constexpr Coding kCoding = kCoding_;
-  static constexpr bool kFp8 = kCoding == Coding::kFp8;
+  static constexpr bool kInBytes = in_bytes(kCoding);
   static constexpr bool kGated = kGated_;
   static constexpr Product kProduct = kGated ? Product::kGated : Product::kPlain;
   static constexpr int kTokens = kTokens_;
@@ -39,7 +39,7 @@ struct CodedTiled {
   static constexpr int kRowBytes = kBlockK / kCodedBlock * block_bytes(kCoding), kBoxRows = kRows / 2;
 
   static constexpr int kEntryBytes = 16 * 8;  // a pair of floats, once for each lane of half a warp
-  static constexpr int kTableBytes = kFp8 ? 0 : 256 * kEntryBytes;
+  static constexpr int kTableBytes = kInBytes ? 0 : 256 * kEntryBytes;
   static constexpr int kTokenBytes = kTokens * kBlockK * 2, kWeightBytes = kRows * kRowBytes;
   static constexpr int kStageBytes = kTokenBytes + kWeightBytes;
   static constexpr int kAlignment = 1024, kSharedLimit = 228 * 1024 / kCtas - 1024;

@@ -125,6 +125,9 @@ def quantized_decode(
     if code is None:
         grid = scales.view(-(-out // block_rows), -(-width // block))
         wide = grid.repeat_interleave(block_rows, 0)[:out].repeat_interleave(block, 1)[:, :width]
+        if data.dtype is torch.uint8:
+            data = torch.stack((data & 15, data >> 4), dim=-1).float() - 8
+        wide = wide * (1 / nested_block) if data.dtype is torch.int8 else wide
         return (data.view(out, width).float() * wide).to(dtype)
     if nested_scales is not None:
         of_blocks = nested_scales.repeat_interleave(nested_block)[: scales.numel()]

@@ -76,8 +76,8 @@ def _can_be_computed(mlp: FoundMLP) -> bool:
         return False
     if any(layer.dtype is not None and layer.weight.is_cpu for layer in layers):
         return False  # a layer of four bits may pack its weight anew when it is called there
-    if any(quantized.are_fp8(layer.weight) for layer in layers):
-        return False  # its own product rounds what it is given to FP8, and may come from the Hub
+    if any(quantized.are_blocked(layer.weight) for layer in layers):
+        return False  # its own product rounds what it is given to FP8 or int8, and may come from the Hub
     weights = map(_values_of, layers)
     return all(weight.dim() == 2 and _is_computable(weight) for weight in weights)  # else it is yet to be gathered
 

@@ -172,7 +172,7 @@ def _read(part: nn.Module) -> Union[str, Layer]:
 
 
 def _without_adapter(part: nn.Module) -> Union[str, Layer]:
-    if quantized.known(type(part)) is not None:
+    if quantized.is_known(part):
         return quantized.layer_of(part)
     found = parameters_of(part)
     return found if type(found) is str else Layer(*found)

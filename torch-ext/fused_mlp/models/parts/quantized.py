@@ -1,5 +1,5 @@
-"""Linear layers with quantised weights, as their modules hold them at a call: bitsandbytes' of four bits,
-transformers' of FP8.
+"""Linear layers with quantised weights, as their modules hold them at a call: bitsandbytes' of four bits and of
+int8, transformers' of FP8 in blocks and in rows, torch's with torchao's weights of int8 and FP8.
 
 Their class is known by name, and what it computes by its source, as PEFT's are (``adapters``). Weights may be quantised
 when a module moves to a device, and may be decoded, replaced and moved again: each call reads what is there.
@@ -11,9 +11,10 @@ import functools
 import sys
 import weakref
 from types import FunctionType
-from typing import Any, Dict, Iterable, Optional, Tuple, Union
+from typing import Any, Dict, Iterable, NamedTuple, Optional, Tuple, Union
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ... import dispatch, quantized
@@ -22,91 +23,165 @@ from ...backends import native
 from ..reading.attributes import are_unchanged, of_call
 from ..reading.source import codes_of, digest
 
-_MODULE, _FP8_MODULE = "bitsandbytes.nn.modules", "transformers.integrations.finegrained_fp8"
-_NAMES = {"Linear4bit", "LinearNF4", "LinearFP4"}
-_METHODS = ("forward", "set_compute_type")
-# Hashes of the source of these methods and of the functions that they call, each with the first version that has it.
-_DIGESTS = {
-    "ab7e0659037f6e16": "0.45",
-    "79d4c72e4f00eba6": "0.47",
-    "075e230958674e24": "0.48",
-    "1af9dd492eedd1b0": "0.49",
-    "16194b72eb85875b": "0.50",
-}
-# The same of the forward of FP8Linear, each with the first version that was read.
-_FP8_DIGESTS = {"785a8136028dbb60": "5.22"}
-_FP8_FUNCTIONS = ("_apply_if_grad", "fp8_linear", "finegrained_fp8_linear")
-
 Guarded = Tuple[Tuple[Any, str, Any], ...]
+
+
+class _Class(NamedTuple):
+    """The code that a call of a class of layers runs: its methods, the functions that these look up, and the autograd
+    function of the last one. ``digests`` are hashes of their source, each with the first version that has it;
+    ``format`` is that of their weights, where it is in blocks of rows and columns."""
+
+    methods: Tuple[str, ...]
+    functions: Tuple[str, ...]
+    product: Optional[str]
+    digests: Dict[str, str]
+    format: Optional[str] = None
+
+
+_OF_4BIT = _Class(
+    ("forward", "set_compute_type"),
+    ("fix_4bit_weight_quant_state_from_module", "bnb.matmul_4bit"),
+    "MatMul4Bit",
+    {
+        "ab7e0659037f6e16": "0.45",
+        "79d4c72e4f00eba6": "0.47",
+        "075e230958674e24": "0.48",
+        "1af9dd492eedd1b0": "0.49",
+        "16194b72eb85875b": "0.50",
+    },
+)
+_INT8 = "bitsandbytes.nn.modules.Linear8bitLt"
+_FP8 = "transformers.integrations.finegrained_fp8.FP8Linear"
+_FP8_ROWS = "transformers.integrations.compressed_tensors.CompressedTensorsFP8Linear"
+CLASSES: Dict[str, _Class] = {
+    **{f"bitsandbytes.nn.modules.{name}": _OF_4BIT for name in ("Linear4bit", "LinearNF4", "LinearFP4")},
+    _INT8: _Class(
+        ("forward", "init_8bit_state"), ("bnb.matmul",), "MatMul8bitLt", {"02e0964f6b8f0fb3": "0.50"}, "int8"
+    ),
+    _FP8: _Class(
+        ("forward",),
+        ("_apply_if_grad", "fp8_linear", "finegrained_fp8_linear"),
+        "FP8LinearFunction",
+        {"785a8136028dbb60": "5.22"},
+        "fp8",
+    ),
+    _FP8_ROWS: _Class(
+        ("forward",), ("quantize_fp8_per_row", "_scaled_mm_rowwise"), None, {"52c146d100529629": "5.22"}, "fp8"
+    ),
+}
+# The same of torchao's product, by the class of the weight.
+_TENSORS = {"torchao.quantization.Int8Tensor": "int8", "torchao.quantization.Float8Tensor": "fp8"}
+TENSOR_DIGESTS = {"0aed1dbfb2e63f18": "0.18", "42c8ad64cc1146f8": "0.18"}
 
 
 def is_read(part: nn.Module) -> bool:
     """True for a layer whose quantised weight functions of this package may take, on the devices of this build."""
-    return known(type(part)) is not None and dispatch.may_take_quantized()
+    return is_known(part) and dispatch.may_take_quantized()
+
+
+def is_known(part: nn.Module) -> bool:
+    """True for a layer of a class, or with a weight of a class, that was read."""
+    kind = type(part)
+    if kind is nn.Linear:
+        return known_tensor(type(part.__dict__["_parameters"].get("weight"))) is not None
+    return known(kind) is not None
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 @functools.lru_cache(maxsize=64)
 def known(kind: type) -> Optional[Guarded]:
     """The attributes that the reading of a class rests on, if it is one of those named and its source was read."""
-    if kind.__module__ == _FP8_MODULE and kind.__qualname__ == "FP8Linear" and digest_of_fp8(kind) in _FP8_DIGESTS:
-        return (kind, "__call__", kind.__call__), (kind, "forward", kind.forward), *_fp8_functions()
-    if kind.__module__ != _MODULE or kind.__qualname__ not in _NAMES or digest_of(kind) not in _DIGESTS:
+    if _name(kind) not in CLASSES or digest_of(kind) not in CLASSES[_name(kind)].digests:
         return None
-    return (*((kind, name, getattr(kind, name)) for name in ("__call__", *_METHODS)), *_functions(kind))
+    methods = ("__call__", *CLASSES[_name(kind)].methods)
+    return (*((kind, name, getattr(kind, name)) for name in methods), *_called(kind))
 
 
 def digest_of(kind: type) -> Optional[str]:
-    """A hash of the source that a call of such a class of bitsandbytes runs; None where there is none."""
-    functions = [function for _, _, function in _functions(kind)]
-    product = functions[-1].__globals__.get("MatMul4Bit") if functions else None
-    if not isinstance(product, type):
+    """A hash of the source that a call of such a class runs; None where there is none."""
+    what, called = CLASSES[_name(kind)], [value for *_, value in _called(kind)]
+    if len(called) != len(what.functions) + (what.product is not None):
         return None
-    codes = *codes_of(kind, _METHODS), *(each.__code__ for each in functions), *codes_of(product, _PRODUCT)
-    return digest(codes)
+    functions, product = called[: len(what.functions)], called[len(what.functions) :]
+    ways = (code for each in product for code in codes_of(each, ("forward", "backward")))
+    return digest((*codes_of(kind, what.methods), *(each.__code__ for each in functions), *ways))
 
 
-_PRODUCT = ("forward", "backward")
+def _called(kind: type) -> Guarded:
+    """The functions that the forward of a class calls: owners, names and values; less where one is not as known."""
+    what, forward = CLASSES[_name(kind)], getattr(kind, "forward", None)
+    found = []
+    for path in what.functions if isinstance(forward, FunctionType) else ():
+        owner, _, name = path.rpartition(".")
+        home = forward.__globals__.get(owner) if owner else sys.modules[kind.__module__]
+        function = getattr(home, name, None)
+        if not isinstance(function, FunctionType):
+            return ()
+        found.append((home, name, function))
+    if found and what.product is not None:
+        home = sys.modules[found[-1][2].__module__]
+        product = getattr(home, what.product, None)
+        found += [(home, what.product, product)] if isinstance(product, type) else []
+    return tuple(found)
 
 
-def digest_of_fp8(kind: type) -> Optional[str]:
-    """The same of transformers' FP8Linear."""
-    found = [value for *_, value in _fp8_functions()]
-    if not all(isinstance(each, FunctionType) for each in found[:-1]) or not isinstance(found[-1], type):
+@functools.lru_cache(maxsize=64)
+def known_tensor(kind: type) -> Optional[Guarded]:
+    """The attributes that the reading of a class of weights rests on, if it is torchao's and its source was read."""
+    if _name(kind) not in _TENSORS or digest_of_tensor(kind) not in TENSOR_DIGESTS:
         return None
-    return digest(
-        (*codes_of(kind, ("forward",)), *(each.__code__ for each in found[:-1]), *codes_of(found[-1], _PRODUCT))
-    )
+    products = kind._TORCH_FN_TABLE[kind]
+    return ((products, F.linear, products[F.linear]),)
 
 
-def _fp8_functions() -> Guarded:
-    home = sys.modules[_FP8_MODULE]
-    return tuple((home, name, getattr(home, name, None)) for name in (*_FP8_FUNCTIONS, "FP8LinearFunction"))
-
-
-def _functions(kind: type) -> Guarded:
-    """What the forward of a class calls: owners, names and functions; nothing where one is not there."""
-    forward = getattr(kind, "forward", None)
-    around = forward.__globals__ if isinstance(forward, FunctionType) else {}
-    fix, package = around.get("fix_4bit_weight_quant_state_from_module"), around.get("bnb")
-    multiply = getattr(package, "matmul_4bit", None)
-    if not isinstance(fix, FunctionType) or not isinstance(multiply, FunctionType):
-        return ()
-    return (sys.modules[_MODULE], fix.__name__, fix), (package, multiply.__name__, multiply)
+def digest_of_tensor(kind: type) -> Optional[str]:
+    """A hash of the source that the product with a weight of torchao's runs; None where there is none."""
+    product = getattr(kind, "_TORCH_FN_TABLE", {}).get(kind, {}).get(F.linear)
+    product = getattr(product, "__wrapped__", None)
+    if not isinstance(product, FunctionType):
+        return None
+    called = product.__globals__.get("_float8_addmm_impl")
+    return digest([each.__code__ for each in (product, called) if isinstance(each, FunctionType)])
 
 
 _are_unchanged = are_unchanged if native.plain_modules is None else native.plain_modules.are_unchanged
 
 
+def is_plainly_left(part: nn.Module, x: Any) -> bool:
+    """True if a known layer is left to its own product of ``x`` whatever its weight is: all that it takes to call it,
+    where it is asked at every call."""
+    of_tensor = type(part) is nn.Linear
+    kind = type(part.__dict__["_parameters"]["weight"] if of_tensor else part)
+    format = _TENSORS[_name(kind)] if of_tensor else CLASSES[_name(kind)].format
+    if format is None or not isinstance(x, Tensor):
+        return False
+    is_recorded = x.requires_grad and torch.is_grad_enabled()
+    return is_recorded or x.shape[:-1].numel() > dispatch.most_rows_of(format, x)
+
+
 def layer_of(part: nn.Module) -> Union[str, Layer]:
     """The operands of a layer of a known class; or, as a noun phrase, why it must be called."""
     kind = type(part)
+    if kind is nn.Linear:
+        return _of_tensor(part)
     if not _are_unchanged(known(kind)):
-        return f"a patched {kind.__module__}.{kind.__qualname__}"
+        return f"a patched {_name(kind)}"
     found = of_call(part)
     if found is not None:
         return found
-    found = _read(part) if kind.__module__ == _MODULE else _read_fp8(part)
-    return f"a {kind.__module__}.{kind.__qualname__} {found}" if type(found) is str else found
+    found = _READERS.get(_name(kind), _read)(part)
+    return f"a {_name(kind)} {found}" if type(found) is str else found
+
+
+def _of_tensor(part: nn.Module) -> Union[str, Layer]:
+    kind = type(part.__dict__["_parameters"]["weight"])
+    if not are_unchanged(known_tensor(kind)):
+        return f"a patched weight of type {kind.__name__}"
+    found = of_call(part) or _read_tensor(part)
+    return f"a weight of type {kind.__name__} {found}" if type(found) is str else found
 
 
 def _read(part: nn.Module) -> Union[str, Layer]:
@@ -156,12 +231,78 @@ def _read_fp8(part: nn.Module) -> Union[str, Layer]:
     grid = -(-out // block[0]) * -(-width // block[1]) if len(block) == 2 and min(block) > 0 else 0
     if scales.numel() != grid or not weight.is_contiguous() or weight.device != scales.device:
         return "in a form that is not known"
-    refusal = dispatch.quantized_refusal(weight.device, torch.bfloat16) or dispatch.fp8_refusal(out, width, block)
+    refusal = dispatch.quantized_refusal(weight.device, torch.bfloat16) or dispatch.blocked_refusal(out, width, block)
     if refusal is not None:
         return refusal
     return Layer(quantized.QuantizedWeight(weight.detach(), scales.detach(), (out, width), "fp8", block), bias)
 
 
+def _read_int8(part: nn.Module) -> Union[str, Layer]:
+    state = part.__dict__
+    held, kept = state["_parameters"], vars(state["state"])
+    weight, bias = held.get("weight"), held.get("bias")
+    if type(weight).__name__ != "Int8Params" or not held.keys().isdisjoint(state):
+        return f"with a weight of type {type(weight).__name__}"
+    if kept.get("has_fp16_weights"):
+        return "that quantises its weight at each call"
+    # The first call moves both from the weight into the state.
+    kept = kept if vars(weight).get("CB") is None else vars(weight)
+    data, scales = kept.get("CB"), kept.get("SCB")
+    if type(data) is not Tensor or type(scales) is not Tensor or data.dtype is not torch.int8:
+        return "whose weight is not quantised yet"
+    return _in_rows(data, scales, bias, divisor=127)
+
+
+def _read_tensor(part: nn.Module) -> Union[str, Layer]:
+    held = part.__dict__["_parameters"]
+    weight, bias = held["weight"], held.get("bias")
+    state = vars(weight)
+    data, scales = state.get("qdata"), state.get("scale")
+    if not held.keys().isdisjoint(part.__dict__) or type(data) is not Tensor or type(scales) is not Tensor:
+        return "in a form that is not known"
+    if state.get("act_pre_scale") is not None or state.get("act_quant_scale") is not None:
+        return "with scales for what it is given"
+    if state.get("act_quant_kwargs") is not None and data.dtype is torch.int8:
+        return "that rounds what it is given to int8"
+    if data.dim() != 2 or state.get("block_size") not in ([1, data.shape[1]], list(data.shape)):
+        return f"in blocks of {state.get('block_size')}"
+    if data.dtype not in (torch.int8, torch.float8_e4m3fn):
+        return f"of {data.dtype}"
+    return _in_rows(data, scales, bias)
+
+
+def _read_fp8_rows(part: nn.Module) -> Union[str, Layer]:
+    held = part.__dict__["_parameters"]
+    weight, scales, bias = held.get("weight"), held.get("weight_scale"), held.get("bias")
+    if (
+        not held.keys().isdisjoint(part.__dict__)
+        or type(weight) is not nn.Parameter
+        or type(scales) is not nn.Parameter
+    ):
+        return "in a form that is not known"
+    if weight.dtype is not torch.float8_e4m3fn or weight.dim() != 2:
+        return f"with a weight of {weight.dtype}"
+    return _in_rows(weight, scales, bias)
+
+
+def _in_rows(data: Tensor, scales: Tensor, bias: Optional[Tensor], **options: int) -> Union[str, Layer]:
+    """The operands of a layer whose weight has a scale for each row, or one for all."""
+    out, width = data.shape
+    if scales.dtype is not torch.float32 or not scales.is_contiguous() or scales.numel() not in (1, out):
+        return f"with scales of {scales.dtype}"
+    if bias is not None and type(bias) is not nn.Parameter:
+        return f"with a bias of type {type(bias).__name__}"
+    if not data.is_contiguous() or data.device != scales.device:
+        return "in a form that is not known"
+    refusal = dispatch.quantized_refusal(data.device, torch.bfloat16)
+    refusal = refusal or dispatch.blocked_refusal(out, width, (1, max(1, width)))
+    if refusal is not None:
+        return refusal
+    of = quantized.QuantizedWeight.from_int8 if data.dtype is torch.int8 else quantized.QuantizedWeight.from_fp8
+    return Layer(of(data, scales.view(-1), **options), bias)
+
+
+_READERS = {_INT8: _read_int8, _FP8: _read_fp8, _FP8_ROWS: _read_fp8_rows}
 _PARAMETERS = {"Params4bit", "Parameter"}
 _FIELDS = {"absmax", "shape", "blocksize", "quant_type", "nested", "offset"}
 
@@ -185,7 +326,8 @@ def _number(offset: Tensor) -> Optional[float]:
 def words_of(weights: Iterable[Any]) -> str:
     """The words for the formats of quantised weights, behind the pattern of their MLP; nothing where there are none."""
     found = [each for each in weights if type(each) is quantized.QuantizedWeight]
-    rows = f" up to {dispatch.most_fp8_rows(found[0].data, found)} rows" if quantized.are_fp8(*found) else ""
+    most = dispatch.most_blocked_rows(found[0].data, found) if quantized.are_blocked(*found) else dispatch.ANY_ROWS
+    rows = f" up to {most} rows" if most < dispatch.ANY_ROWS else ""
     return f" in {' and '.join(dict.fromkeys(each.format for each in found))}{rows}" if found else ""
 
 

@@ -64,7 +64,7 @@ def fused(
 
 def of_layers(pattern: Pattern, x: Tensor, layers: Sequence[Layer], activation: Activation) -> Optional[Tensor]:
     """The same of layers some of which have adapters, or quantised weights."""
-    if any(quantized.are_fp8(layer.weight) for layer in layers) and not _takes_fp8(x, layers):
+    if any(quantized.are_blocked(layer.weight) for layer in layers) and not _takes_blocked(x, layers):
         return None
     dtypes = {layer.dtype for layer in layers if layer.dtype is not None}
     if not dtypes:
@@ -78,15 +78,18 @@ def of_layers(pattern: Pattern, x: Tensor, layers: Sequence[Layer], activation: 
     return None if result is None else result.to(x.dtype)
 
 
-def _takes_fp8(x: Tensor, layers: Sequence[Layer]) -> bool:
-    """True if layers are not left to their own products in FP8, as they are where autograd or autocast follows."""
-    if any(layer.adapter is not None or not quantized.are_fp8(layer.weight) for layer in layers):
+def _takes_blocked(x: Tensor, layers: Sequence[Layer]) -> bool:
+    """True if layers are not left to their own products, as they are where autograd or autocast follows.
+
+    These round x too, to FP8 or int8.
+    """
+    if any(layer.adapter is not None or not quantized.are_blocked(layer.weight) for layer in layers):
         return False
     if (x.is_cuda and x.dtype is torch.float32) or autocasts(x) or any(_of_another_dtype(layer, x) for layer in layers):
         return False
     if calls.autograd_follows(x, *(layer.bias for layer in layers)):
         return False
-    return x.shape[:-1].numel() <= dispatch.most_fp8_rows(x, [layer.weight for layer in layers])
+    return x.shape[:-1].numel() <= dispatch.most_blocked_rows(x, [layer.weight for layer in layers])
 
 
 def _of_another_dtype(layer: Layer, x: Tensor) -> bool:

@@ -194,7 +194,7 @@ def fused(plan: Plan, module: Optional[nn.Module], x: Tensor, operands: Tuple[An
             return None
         if found is not None:
             return found
-        has_known = _has_known(plan, module, operands)
+        has_known = _has_known(plan, module, x, operands)
         if not (has_known or _is_asked_again(module, plan.names)):
             return None
     else:
@@ -224,7 +224,7 @@ def fused_parts(
     return fused(plan, None, x, (*projections, act, *between))
 
 
-def _has_known(plan: Plan, module: Optional[nn.Module], operands: Tuple[Any, ...]) -> bool:
+def _has_known(plan: Plan, module: Optional[nn.Module], x: Any, operands: Tuple[Any, ...]) -> bool:
     """True if a projection has an adapter, or a quantised weight, that compiled code does not take, and Python may."""
     found = False
     for part in plan.projections:
@@ -233,7 +233,9 @@ def _has_known(plan: Plan, module: Optional[nn.Module], operands: Tuple[Any, ...
             if adapters.is_plainly_left(held):
                 return False
             found = True
-        elif quantized.known(type(held)) is not None:
+        elif quantized.is_known(held):
+            if quantized.is_plainly_left(held, x):
+                return False
             found = found or dispatch.may_take_quantized()
     return found
 

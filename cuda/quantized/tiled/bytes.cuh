@@ -1,7 +1,8 @@
-// Decoding of e4m3 for wgmma: to exact values. The sums of a block of k are multiplied by its scale in float32.
+// Decoding of e4m3 and int8 for wgmma: to exact values. The sums of a block of k are multiplied by its scale in
+// float32.
 #pragma once
 
-#include "../decode/fp8.cuh"
+#include "../decode/bytes.cuh"
 #include "layout.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -9,14 +10,14 @@
 namespace fused_mlp {
 
 template <typename Gemm>
-class Fp8TiledDecoder {
+class BytesDecoder {
  public:
   const CodedRows<Gemm> rows;
 
   static __device__ __forceinline__ void fill_table(const CodedTiledArgs&, const CodedTiledShared<Gemm>&) {}
 
-  __device__ __forceinline__ Fp8TiledDecoder(const CodedTiledArgs& args, const CodedTiledShared<Gemm>&, int column)
-      : rows(args, column), shift_(args.of_weight.scale_shift) {
+  __device__ __forceinline__ BytesDecoder(const CodedTiledArgs& args, const CodedTiledShared<Gemm>&, int column)
+      : rows(args, column), shift_(args.of_weight.scale_shift), factor_(args.of_weight.factor) {
     const int quarter = threadIdx.x % 4, row = rows.local[0];
     // The TMA's swizzle of 128 bytes moves pieces of 16 by the row's place in its eight, which both rows share.
     place_ = row * Gemm::kRowBytes + row % 8 * 16 + quarter / 2 * 4;
@@ -69,7 +70,8 @@ class Fp8TiledDecoder {
   using Part = uint32_t[kSteps][4];
 
   __device__ __forceinline__ float2 scales_of(int block) const {
-    return rows.scales_of(block * (Gemm::kBlockK / kCodedBlock), shift_);
+    const float2 scales = rows.scales_of(block * (Gemm::kBlockK / kCodedBlock), shift_);
+    return make_float2(scales.x * factor_, scales.y * factor_);
   }
 
   // A lane has bytes 2 q and 2 q + 1 of each eight.
@@ -81,8 +83,8 @@ class Fp8TiledDecoder {
       for (int half = 0; half < 2; ++half) {
         const uint32_t at = place + half * kHalfBytes;
         const uint32_t low = sm80::load_shared(at), high = sm80::load_shared(at + 8);
-        Fp8Values<typename Gemm::Element>::decode(decoded[step][half], decoded[step][half + 2],
-                                                  __byte_perm(low, high, select_));
+        ByteValues<Gemm::kCoding, typename Gemm::Element>::decode(decoded[step][half], decoded[step][half + 2],
+                                                                  __byte_perm(low, high, select_));
       }
     }
   }
@@ -105,6 +107,7 @@ class Fp8TiledDecoder {
   }
 
   const int shift_;
+  const float factor_;
   uint32_t place_, select_;
 };
 

@@ -1,0 +1,84 @@
+"""Gated MLPs with weights of integers, and the products of others for them.
+
+`int8`: bitsandbytes' Linear8bitLt, which rounds x to int8. Its threshold of outliers is 0: with one it waits for the
+GPU, and is in no CUDA graph. `int4`: in groups of 128, and torch's product for such weights, which torchao packs for it
+anew. On a CPU weights are decoded.
+"""
+
+import bitsandbytes
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+GROUP = 128
+SIZES = ("gate", "up", "down")
+
+
+class Int8MLP(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        for name, sizes in zip(SIZES, ((width, hidden), (width, hidden), (hidden, width)), strict=True):
+            self.add_module(
+                name, bitsandbytes.nn.Linear8bitLt(*sizes, bias=False, has_fp16_weights=False, device="cpu")
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+    def parts(self) -> list[tuple[Tensor, Tensor]]:
+        """Values and scales, which the first call moves."""
+        layers = [getattr(self, name) for name in SIZES]
+        holders = [layer.state if layer.weight.CB is None else layer.weight for layer in layers]
+        return [(holder.CB, holder.SCB) for holder in holders]
+
+    def decoded(self, dtype: torch.dtype) -> list[Tensor]:
+        return [(values.float() * (scales[:, None] / 127)).to(dtype) for values, scales in self.parts()]
+
+    def operands(self) -> tuple:
+        """The weights as the op takes them."""
+        weights, layouts = [], []
+        for values, scales in self.parts():
+            weights += [values, scales, None, None, None]
+            layouts += [*values.shape, 1, values.shape[1], 127]
+        return weights, layouts, [0.0] * 3
+
+
+class Int4MLP(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.shapes = ((hidden, width), (hidden, width), (width, hidden))
+        for name, (out, of) in zip(SIZES, self.shapes, strict=True):
+            self.register_buffer(name, torch.randint(256, (out, of // 2), dtype=torch.uint8))
+            scales = (0.5 + torch.rand(out, of // GROUP)) * of**-0.5 / 4.6
+            self.register_buffer(f"{name}_scales", scales.bfloat16().float())
+            if torch.get_default_device().type == "cuda":  # first in the upper half there, and scales beside zeros
+                data = getattr(self, name)
+                swapped = data % 16 * 16 + data // 16
+                self.register_buffer(f"{name}_packed", torch._convert_weight_to_int4pack(swapped, 8))
+                pairs = torch.stack((scales, torch.zeros_like(scales)), -1).transpose(0, 1)
+                self.register_buffer(f"{name}_pairs", pairs.contiguous().bfloat16())
+
+    def product(self, x: Tensor, name: str) -> Tensor:
+        packed, pairs = getattr(self, f"{name}_packed"), getattr(self, f"{name}_pairs")
+        return torch._weight_int4pack_mm(x, packed, GROUP, pairs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.is_cuda:
+            gate, up, down = self.decoded(x.dtype)
+            return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+        return self.product(F.silu(self.product(x, "gate")) * self.product(x, "up"), "down")
+
+    def decoded(self, dtype: torch.dtype) -> list[Tensor]:
+        found = []
+        for name, shape in zip(SIZES, self.shapes, strict=True):
+            data, scales = getattr(self, name), getattr(self, f"{name}_scales")
+            values = torch.stack((data % 16, data // 16), -1).view(shape).float() - 8
+            found.append((values * scales.repeat_interleave(GROUP, 1)).to(dtype))
+        return found
+
+    def operands(self) -> tuple:
+        weights, layouts = [], []
+        for name, shape in zip(SIZES, self.shapes, strict=True):
+            weights += [getattr(self, name), getattr(self, f"{name}_scales"), None, None, None]
+            layouts += [*shape, 1, GROUP, 0]
+        return weights, layouts, [0.0] * 3

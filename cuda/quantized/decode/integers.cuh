@@ -1,0 +1,78 @@
+// Decoding of integers in registers, all of which 16 bits hold exactly.
+#pragma once
+
+#include "../../gemm/epilogue.cuh"
+#include "../problem.h"
+
+namespace fused_mlp {
+
+// The bits of an integer are the last of the mantissa of a number whose last place is worth one: 2^7 in bfloat16, 2^10
+// in float16. That number is subtracted again.
+template <typename Element>
+struct Integers {
+  using Pair = typename ElementTraits<Element>::Pair;
+  static constexpr bool kHalf = ElementTraits<Element>::kPrecision == Precision::kFloat16;
+  static constexpr uint32_t kBase = kHalf ? 0x64006400u : 0x43004300u;
+
+  static __device__ __forceinline__ Pair pair(uint32_t bits) { return *reinterpret_cast<const Pair*>(&bits); }
+  // The bits of a mask, and those of the base: in one instruction, which the compiler makes two of.
+  template <uint32_t kMask>
+  static __device__ __forceinline__ uint32_t placed(uint32_t word) {
+    uint32_t bits;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(bits) : "r"(word), "n"(kMask), "n"(kBase));  // a & b | c
+    return bits;
+  }
+  static __device__ __forceinline__ uint32_t bits(Pair pair) { return *reinterpret_cast<const uint32_t*>(&pair); }
+};
+
+// int8: its last seven bits less 128 times its sign.
+template <typename Element>
+struct Int8Values : Integers<Element> {
+  using Base = Integers<Element>;
+
+  // The values in the lower bytes of both halves of a word.
+  static __device__ __forceinline__ uint32_t of_lower_bytes(uint32_t word) {
+    const uint32_t rest = Base::template placed<0x007F007Fu>(word), sign = Base::template placed<0x00800080u>(word);
+    return Base::bits(__hsub2(Base::pair(rest), Base::pair(sign)));
+  }
+
+  // Those of four bytes in the order 0, 2, 1, 3.
+  static __device__ __forceinline__ void decode(uint32_t& first, uint32_t& second, uint32_t mixed) {
+    first = of_lower_bytes(mixed);
+    second = of_lower_bytes(mixed >> 8);
+  }
+};
+
+// int4, as PairTable decodes: 0 to 15 stand for -8 to 7, the first of a byte in its low half.
+template <typename Element>
+struct Int4Decoder : Integers<Element> {
+  using Base = Integers<Element>;
+  static constexpr int kBytes = 0;
+  // The second value of a pair lies three bits higher: (1, 1/8), and what both sums are then too large by.
+  static constexpr uint32_t kFactors = Base::kHalf ? 0x30003C00u : 0x3E003F80u;
+  static constexpr uint32_t kExcess = Base::kHalf ? 0xD840E408u : 0xC1C0C308u;
+
+  template <int kThreads>
+  static __device__ __forceinline__ float fill(uint8_t*, const CodedWeight& weight) {
+    return weight.factor;
+  }
+
+  static __device__ __forceinline__ void decode_16(uint32_t (&pairs)[8], const uint8_t*, const uint8_t* codes) {
+    const uint2 words = *reinterpret_cast<const uint2*>(codes);
+    decode_8(pairs, words.x);
+    decode_8(pairs + 4, words.y);
+  }
+
+ private:
+  static __device__ __forceinline__ void decode_8(uint32_t* pairs, uint32_t word) {
+    const uint32_t shifted = word >> 1, factors = kFactors, excess = kExcess;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t both = __byte_perm(word, shifted, 0x4400 + i * 0x1111);
+      const uint32_t bits = Base::template placed<0x0078000Fu>(both);
+      pairs[i] = Base::bits(__hfma2(Base::pair(bits), Base::pair(factors), Base::pair(excess)));
+    }
+  }
+};
+
+}  // namespace fused_mlp
