@@ -11,9 +11,11 @@ from .functional import act_and_mul, experts_mlp, gated_linear, gated_mlp, geglu
 from .models.experts.mixtures import register_experts
 from .models.fuse import fuse_mlps, is_fused
 from .quantized import QuantizedWeight
+from .quantized_experts import QuantizedStack
 
 __all__ = [
     "Adapter",
+    "QuantizedStack",
     "QuantizedWeight",
     "act_and_mul",
     "backend",

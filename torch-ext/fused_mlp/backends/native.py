@@ -37,6 +37,8 @@ norm_backward = ops.norm_backward.default
 experts_mlp = ops.experts_mlp.default
 top_k_router = ops.top_k_router.default
 adapted_experts = ops.adapted_experts.default
+quantized_experts = ops.quantized_experts.default
+decoded_experts = ops.decoded_experts.default
 experts_training_forward = ops.experts_training_forward.default
 experts_training_backward = ops.experts_training_backward.default
 experts_training_backward_ = ops.experts_training_backward_.default
@@ -206,6 +208,11 @@ def plan_experts(
         return tuple(plans.Part(layer, "torch", refused) for layer in layers)
     record = ops.plan_experts.default(x, gate_up_weight, down_weight, top_k_index.shape[-1], transposed)
     return plans.parsed(record, layers)
+
+
+def plan_quantized_experts(x: Tensor, top_k: int, experts: int) -> Tuple[plans.Part, ...]:
+    """The same for ``quantized_experts``."""
+    return plans.parsed(ops.plan_quantized_experts.default(x, top_k, experts), ("gate and up", "down"))
 
 
 def plan_quantized(layers: Sequence[str], x: Tensor, *rest: Any) -> Tuple[plans.Part, ...]:
@@ -484,3 +491,23 @@ def _(
 ) -> Tensor:
     is_mlp = len(offsets) == (3 if gated else 2)
     return x.new_empty((*x.shape[:-1], layouts[-5 if is_mlp else 0]))
+
+
+@torch.library.register_fake(add_op_namespace_prefix("quantized_experts"))
+def _(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    down: Tensor,
+    down_scales: Tensor,
+    layouts: List[int],
+    *others: Any,
+) -> Tensor:
+    return x.new_empty((x.shape[0], layouts[6]))
+
+
+@torch.library.register_fake(add_op_namespace_prefix("decoded_experts"))
+def _(data: Tensor, scales: Tensor, layout: List[int], dtype: torch.dtype) -> Tensor:
+    return data.new_empty(layout[:3], dtype=dtype)
