@@ -184,8 +184,9 @@ def _decoded(weight: QuantizedStack, dtype: torch.dtype) -> Tensor:
     rows, columns = weight.block
     if weight.format == "fp8":
         values = weight.data.view(experts, out, width).float()
+        of_rows, of_columns = (torch.arange(size, device=weight.device) for size in (out, width))
         grid = weight.scales.view(experts, -(-out // rows), -(-width // columns))
-        wide = grid.repeat_interleave(rows, 1)[:, :out].repeat_interleave(columns, 2)[..., :width]
+        wide = grid.index_select(1, of_rows // rows).index_select(2, of_columns // columns)
         return (values * wide).to(dtype)
     codes = weight.data.view(experts, out, -1)
     codes = torch.stack((codes & 15, codes >> 4), dim=-1).view(experts, out, -1, columns)
