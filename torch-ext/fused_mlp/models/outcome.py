@@ -157,7 +157,8 @@ def of_experts(module: nn.Module, asked: Optional[str] = None) -> Outcome:
     """The outcome of a module of experts: full if its forward, which checks at each call, calls ``experts_mlp``."""
     refusal = mixtures.refusal(module, asked)
     if refusal is None:
-        return Outcome(FULL, (), _UNTRAINED_EXPERTS if mixtures.trains_as_written(module) else _EXPERTS)
+        pattern = _UNTRAINED_EXPERTS if mixtures.trains_as_written(module) else _EXPERTS
+        return Outcome(FULL, (), f"{pattern}{mixtures.words_of(module)}")
     return Outcome(NONE, (Reason(OWN_WAY, "", refusal),), _EXPERTS)
 
 
