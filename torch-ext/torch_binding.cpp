@@ -57,9 +57,9 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(
       "quantized_experts(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up, Tensor gate_up_scales, "
       "Tensor down, Tensor down_scales, int[] layouts, Tensor? gate_up_bias, Tensor? down_bias, int activation, "
-      "bool gated, bool interleaved, float? limit, float up_offset) -> Tensor");
+      "bool gated, bool interleaved, float? limit, float up_offset, bool rounds) -> Tensor");
   ops.def("decoded_experts(Tensor data, Tensor scales, int[] layout, ScalarType dtype) -> Tensor");
-  ops.def("plan_quantized_experts(Tensor x, int top_k, int experts) -> str");
+  ops.def("plan_quantized_experts(Tensor x, int top_k, int experts, bool rounds) -> str");
   ops.def("plan_experts(Tensor x, Tensor gate_up_weight, Tensor down_weight, int top_k, bool transposed) -> str");
   ops.def("top_k_router(Tensor x, Tensor weight, int top_k, bool normalized, bool narrow) -> (Tensor, Tensor, Tensor)");
   ops.def(

@@ -9,8 +9,10 @@
 #include "../../torch-ext/operands/activation.h"
 #include "../../torch-ext/operands/operands.h"
 #include "../../torch-ext/ops/plan.h"
+#include "../gemm/choice/usual.h"
 #include "../quantized/grouped/decode_stack.h"
 #include "../quantized/grouped/grouped.h"
+#include "../quantized/scaled/rounded_rows.h"
 #include "expert_operands.h"
 
 namespace fused_mlp {
@@ -106,13 +108,59 @@ CodedExperts layer_of(const GivenStack& weight, const OptionalTensor& bias, int 
   return made;
 }
 
+// A layer for kernels that round rows to e4m3. Its weights have one scale for a block of 128 x 128 at least.
+CodedProblem scaled_layer_of(const GivenStack& weight, int parts, int64_t rows) {
+  const CodedStack coded = weight.coded();
+  const int64_t n = weight.rows / parts;
+  const bool whole = coded.scale_rows % kScaledTile == 0 || coded.scale_rows >= weight.rows;
+  STD_TORCH_CHECK(weight.fp8() && whole && kCodedBlock << std::min(coded.scale_shift, 16) >= kScaledGroup &&
+                      (parts == 1 || n % coded.scale_rows == 0 || coded.scale_rows >= weight.rows),
+                  "rows are rounded for weights of FP8 in blocks of multiples of ", kScaledTile, " x ", kScaledGroup);
+  STD_TORCH_CHECK(weight.rows % parts == 0 && n > 0 && n % 8 == 0, "features must be multiples of 8");
+  const auto* const scales = static_cast<const float*>(coded.scales);
+  CodedProblem p{};
+  p.coding = Coding::kFp8;
+  p.weight = {coded.data, nullptr, scales, coded.scale_stride, coded.scale_rows, coded.scale_shift};
+  if (parts == 2) {
+    p.up_weight = p.weight;
+    p.up_weight.data += n * weight.k;
+    p.up_weight.scales += n / coded.scale_rows * coded.scale_stride;
+  }
+  p.m = rows;
+  p.n = n;
+  p.k = weight.k;
+  p.dtype = DType::kBFloat16;
+  p.epilogue.activation = static_cast<int64_t>(Activation::kLinear);
+  return p;
+}
+
+// Both layers over sorted rows in blocks of kScaledTile: rows of x, and hidden values, are rounded to e4m3.
+void multiply_scaled(const TensorRows& x, const RowSort& sort, int64_t sorted_rows, const GivenStack& gate_up,
+                     const GivenStack& down, int parts, int64_t activation, void* results, const Gpu& device,
+                     cudaStream_t stream) {
+  CodedProblem first = scaled_layer_of(gate_up, parts, sorted_rows), second = scaled_layer_of(down, 1, sorted_rows);
+  const auto experts_of = [&](const GivenStack& weight) {
+    return ScaledExperts{static_cast<int>(weight.experts), sort.codes, sort.count, nullptr, weight.rows,
+                         weight.scales_of_expert()};
+  };
+  ScaledExperts of_first = experts_of(gate_up);
+  of_first.token_of_row = sort.token_of_row;
+  first.a = matrix(x);
+  first.epilogue.activation = activation;
+  second.out = {results, second.n};
+  const CodedPlan plan{CodedLoop::kScaled, kScaledTile, 2, 1, {}, 1};
+  const RoundedRows rows(first, stream, of_first), hidden(sorted_rows, first.n);
+  check(launch_scaled(first, plan, rows.rows(), hidden.rows(), nullptr, device, stream, of_first));
+  check(launch_scaled(second, plan, hidden.rows(), {}, nullptr, device, stream, experts_of(down)));
+}
+
 }  // namespace
 
 Tensor quantized_experts(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights, const Tensor& gate_up,
                          const Tensor& gate_up_scales, const Tensor& down, const Tensor& down_scales,
                          const std::vector<int64_t>& layouts, const OptionalTensor& gate_up_bias,
                          const OptionalTensor& down_bias, int64_t activation, bool gated, bool interleaved,
-                         std::optional<double> limit, double up_offset) {
+                         std::optional<double> limit, double up_offset, bool rounds) {
   check_activation(activation);
   STD_TORCH_CHECK(layouts.size() == 2 * kLayout, "layouts must have ", kLayout, " numbers of each weight");
   const GivenStack first_weight(gate_up, gate_up_scales, layouts, 0), second_weight(down, down_scales, layouts, kLayout);
@@ -132,39 +180,58 @@ Tensor quantized_experts(const Tensor& x, const Tensor& top_k_index, const Tenso
   const Gpu& device = gpu(x.get_device_index());
   const Tensor index = torch::stable::contiguous(top_k_index), weights = torch::stable::contiguous(top_k_weights);
   const Routes routes = routes_of(index, first_weight.experts);
-  CodedExperts first = layer_of(first_weight, gate_up_bias, gated ? 2 : 1, interleaved, routes, routes.top_k);
-  CodedExperts second = layer_of(second_weight, down_bias, 1, false, routes, 1);
-
   const Tensor out = new_dense(x, {x.size(0), second_weight.rows});
   if (out.numel() == 0) return out;
   const TensorRows rows = addressable_rows(x);
-  const GroupedPlan plan = plan_stack(routes);
-  const int64_t slots = plan.sorts ? plan.sorted_rows : routes.slots();
-  const Tensor hidden_rows = new_dense(x, {slots, hidden}), results = new_dense(x, {slots, second_weight.rows});
-  RowSort sort{routes, matrix(rows), rows.cols, kFittedStep};
-  sort.tile_rows = plan.rows;
-  constexpr int64_t kOfTile = sizeof(FittedTile) / 2;  // in elements of 16 bits, as lists are
-  const Tensor lists = new_dense(x, {plan.sorts ? plan.row_tiles * kOfTile + 2 * (1 + routes.slots() + slots) : 0});
-  first.layer.gemm.a = matrix(rows);
-  if (plan.sorts) {
-    sort.tiles = static_cast<FittedTile*>(lists.mutable_data_ptr());
-    sort.tile_count = reinterpret_cast<int*>(sort.tiles + plan.row_tiles);
-    sort.row_of_slot = sort.tile_count + 1;
-    sort.token_of_row = sort.row_of_slot + routes.slots();
-    first.layer.gather = {matrix(rows), rows.cols, sort.token_of_row};
-  }
-  for (CodedExperts* layer : {&first, &second}) layer->layer.fitted = {sort.tiles, sort.tile_count};
-  if (limit) first.layer.limits.limit = static_cast<float>(*limit);
-  first.layer.limits.up_offset = static_cast<float>(up_offset);
-  first.layer.gemm.epilogue.activation = activation;
-  first.layer.gemm.out.data = hidden_rows.mutable_data_ptr();
-  second.layer.gemm.a = {hidden_rows.mutable_data_ptr(), hidden};
-  second.layer.gemm.epilogue.activation = static_cast<int64_t>(Activation::kLinear);
-  second.layer.gemm.out.data = results.mutable_data_ptr();
-  second.layer.gemm.ctas_before = device.multiprocessors;
   const cudaStream_t stream = current_stream(x);
-  if (plan.sorts) check(launch_row_sort(sort, device, stream));
-  if (routes.slots() > 0) {
+  GroupedPlan plan = plan_stack(routes);
+  if (rounds) {
+    STD_TORCH_CHECK(device.major == 9 && device.minor == 0, "rows are rounded on Hopper GPUs alone");
+    STD_TORCH_CHECK(!gate_up_bias && !down_bias && !limit && up_offset == 0.0 && !interleaved,
+                    "rows are rounded for experts without biases, limits and alternating gates and ups");
+    plan = {MainLoop::kTiled, true, kScaledTile, row_tiles(routes, kScaledTile), 1};
+    plan.sorted_rows = plan.row_tiles * kScaledTile;
+  }
+  const int64_t slots = plan.sorts ? plan.sorted_rows : routes.slots();
+  const Tensor results = new_dense(x, {slots, second_weight.rows});
+  RowSort sort{routes, matrix(rows), rows.cols, rounds ? kScaledTile : kFittedStep};
+  sort.tile_rows = plan.rows;
+  const int64_t of_tile = rounds ? sizeof(int) : sizeof(FittedTile);
+  const int64_t list_bytes = plan.row_tiles * of_tile + (1 + routes.slots() + slots) * int64_t{sizeof(int)};
+  const Scratch lists(plan.sorts ? list_bytes : 0);
+  if (plan.sorts) {
+    auto* const tiles = static_cast<char*>(lists.data());
+    int* const count = reinterpret_cast<int*>(tiles + plan.row_tiles * of_tile);
+    if (rounds) {
+      sort.codes = reinterpret_cast<int*>(tiles);
+      sort.count = count;
+    } else {
+      sort.tiles = reinterpret_cast<FittedTile*>(tiles);
+      sort.tile_count = count;
+    }
+    sort.row_of_slot = count + 1;
+    sort.token_of_row = sort.row_of_slot + routes.slots();
+    check(launch_row_sort(sort, device, stream));
+  }
+  const int parts = gated ? 2 : 1;
+  if (rounds) {
+    multiply_scaled(rows, sort, slots, first_weight, second_weight, parts, activation, results.mutable_data_ptr(),
+                    device, stream);
+  } else if (routes.slots() > 0) {
+    const Tensor hidden_rows = new_dense(x, {slots, hidden});
+    CodedExperts first = layer_of(first_weight, gate_up_bias, parts, interleaved, routes, routes.top_k);
+    CodedExperts second = layer_of(second_weight, down_bias, 1, false, routes, 1);
+    for (CodedExperts* layer : {&first, &second}) layer->layer.fitted = {sort.tiles, sort.tile_count};
+    if (plan.sorts) first.layer.gather = {matrix(rows), rows.cols, sort.token_of_row};
+    if (limit) first.layer.limits.limit = static_cast<float>(*limit);
+    first.layer.limits.up_offset = static_cast<float>(up_offset);
+    first.layer.gemm.a = matrix(rows);
+    first.layer.gemm.epilogue.activation = activation;
+    first.layer.gemm.out.data = hidden_rows.mutable_data_ptr();
+    second.layer.gemm.a = {hidden_rows.mutable_data_ptr(), hidden};
+    second.layer.gemm.epilogue.activation = static_cast<int64_t>(Activation::kLinear);
+    second.layer.gemm.out.data = results.mutable_data_ptr();
+    second.layer.gemm.ctas_before = device.multiprocessors;
     check(launch_stack(first, plan, device, stream));
     check(launch_stack(second, plan, device, stream));
   }
@@ -199,14 +266,15 @@ Tensor decoded_experts(const Tensor& data, const Tensor& scales, const std::vect
   return out;
 }
 
-std::string plan_quantized_experts(const Tensor& x, int64_t top_k, int64_t experts) {
+std::string plan_quantized_experts(const Tensor& x, int64_t top_k, int64_t experts, bool rounds) {
   STD_TORCH_CHECK(x.dim() == 2 && top_k > 0 && x.size(0) > 0, "operands must be those of a call");
   check_size(x.size(0) * top_k, experts);
   const Routes routes{nullptr, 8, static_cast<int>(x.size(0)), static_cast<int>(top_k), static_cast<int>(experts)};
   PlanRecord record;
   const GroupedPlan plan = plan_stack(routes);
   for (int layer = 0; layer < 2; ++layer) {
-    record.layer().set("implementation", "quantized").set("kernel", "grouped").set("block_m", plan.rows);
+    record.layer().set("implementation", "quantized").set("kernel", rounds ? "scaled" : "streamed");
+    record.set("block_m", rounds ? kScaledTile : plan.rows);
     record.set("split_k", 1);
   }
   return record.text();

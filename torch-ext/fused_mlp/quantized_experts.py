@@ -26,6 +26,8 @@ _VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 
 # Up to so many rows an expert, on average, kernels read the codes; before more rows weights are decoded.
 MOST_ROWS: Dict[str, int] = {"fp8": 64, "mxfp4": 64}
+# Up to so many, x is multiplied as it is; of more rows Hopper's kernels round it to FP8, where they take the weights.
+MOST_EXACT_ROWS = 32
 
 
 class QuantizedStack(NamedTuple):
@@ -33,6 +35,9 @@ class QuantizedStack(NamedTuple):
 
     Of format ``"fp8"``, ``data`` is float8_e4m3fn ``[experts, out, in]``, and ``scales`` float32, an element for each
     block of ``block = (rows, columns)`` values: ``[experts, ceil(out / rows), ceil(in / columns)]``.
+
+    On Hopper GPUs calls of more than 32 rows an expert, on average, may round x and the hidden values to float8_e4m3fn
+    too, each 128 columns of a row by their largest value, as ``explain`` says.
 
     Of format ``"mxfp4"``, ``data`` is uint8 ``[experts, out, in / 2]``, or of any shape with these elements: two codes
     of e2m1 in an element, the first in its lower bits. ``scales`` is uint8 ``[experts, out, in / 32]``: of a scale
@@ -142,8 +147,28 @@ def _by_op(given: Tuple[Any, ...], form: Form) -> Tensor:
     stored = (gate_up.data, gate_up.scales, down.data, down.scales)
     activation, gated, interleaved, _, limit, up_offset = form
     return native.quantized_experts(
-        x, index, weights, *stored, layouts, *biases, activation, gated, interleaved, limit, up_offset
+        *(x, index, weights, *stored, layouts, *biases, activation, gated, interleaved, limit, up_offset),
+        _rounds(given, form),
     )
+
+
+def _rounds(given: Tuple[Any, ...], form: Form) -> bool:
+    """True if a call is of many rows of FP8, which Hopper's kernels multiply by rows that are rounded to FP8 too."""
+    x, index, _, gate_up, down, *biases = given
+    if gate_up.format != "fp8" or down.format != "fp8" or not native.is_hopper(x):
+        return False
+    if index.numel() <= MOST_EXACT_ROWS * gate_up.shape[0] or any(bias is not None for bias in biases):
+        return False
+    if form.interleaved or form.limit is not None or form.up_offset != 0:
+        return False
+    return all(_has_large_blocks(each, parts) for each, parts in ((gate_up, 2 if form.gated else 1), (down, 1)))
+
+
+def _has_large_blocks(weight: QuantizedStack, parts: int) -> bool:
+    _, out, width = weight.shape
+    rows, columns = weight.block
+    whole = rows >= out or (rows % 128 == 0 and out // parts % rows == 0)
+    return whole and (columns >= width or columns % 128 == 0)
 
 
 def _composed(given: Tuple[Any, ...], form: Form, given_adapters: Adapters = NO_ADAPTERS) -> Tensor:
@@ -218,7 +243,7 @@ def refusal(given: Tuple[Any, ...], form: Form) -> Optional[str]:
         return plans.REFUSALS["empty" if index.numel() == 0 else "many_experts"]
     if gate_up.format != down.format:
         return "weights of two formats"
-    if index.numel() > MOST_ROWS[gate_up.format] * experts:
+    if index.numel() > MOST_ROWS[gate_up.format] * experts and not _rounds(given, form):
         return f"more than {MOST_ROWS[gate_up.format]} rows an expert"
     hidden = down.shape[2]
     if hidden % 64 or x.shape[-1] % 64 or down.shape[1] % 8 or hidden == 0 or down.shape[1] == 0:
@@ -248,7 +273,8 @@ def explained(given: Tuple[Any, ...], form: Form, given_adapters: Adapters) -> T
     reason = reason or refusal((x, index, weights, *given[3:]), form)
     if reason is not None:
         return "torch", f"weights of {formats} are decoded first: {reason}", ()
-    parts = native.plan_quantized_experts(x, index.shape[-1], given[3].shape[0])
+    rounds = _rounds((x, index, weights, *given[3:]), form)
+    parts = native.plan_quantized_experts(x, index.shape[-1], given[3].shape[0], rounds)
     return native.DEVICE_TYPE, f"one op; {formats}: {plans.in_words(parts)}", parts
 
 

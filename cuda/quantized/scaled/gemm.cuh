@@ -20,15 +20,16 @@ struct ScaledTiles {
   const ScaledArgs& args;
   const int rank;  // in the cluster
   int index;
-  const int step;
+  const int step, units_m;
 
   __device__ __forceinline__ explicit ScaledTiles(const ScaledArgs& args)
       : args(args),
         rank(args.pair > 1 ? sm90::cluster_rank() : 0),
         index(blockIdx.x / args.pair),
-        step(gridDim.x / args.pair) {}
+        step(gridDim.x / args.pair),
+        units_m(args.experts.experts > 0 ? load_fresh(args.experts.count) : args.units_m) {}
 
-  __device__ __forceinline__ bool done() const { return index >= args.units_m * args.tiles_n * args.split; }
+  __device__ __forceinline__ bool done() const { return index >= units_m * args.tiles_n * args.split; }
   __device__ __forceinline__ void advance() { index += step; }
   __device__ __forceinline__ int2 blocks(const ScaledTile& tile) const {
     return {tile.part * args.k_blocks / args.split, (tile.part + 1) * args.k_blocks / args.split};
@@ -37,8 +38,9 @@ struct ScaledTiles {
   template <typename Gemm>
   __device__ __forceinline__ ScaledTile tile() const {
     const int whole = index / args.split;
-    const int2 at = grouped_tile<kGroupUnits>(whole, args.units_m, args.tiles_n);
-    return {(at.x * args.pair + rank) * Gemm::kTileM, at.y * Gemm::kColumns, index % args.split};
+    const int2 at = grouped_tile<kGroupUnits>(whole, units_m, args.tiles_n);
+    const int expert = args.experts.experts > 0 ? BlockCode{load_fresh(args.experts.codes + at.x)}.expert() : 0;
+    return {(at.x * args.pair + rank) * Gemm::kTileM, at.y * Gemm::kColumns, index % args.split, expert};
   }
 };
 
@@ -49,7 +51,8 @@ __device__ __forceinline__ void load_weights(const ScaledArgs& args, const Scale
 #pragma unroll
   for (int half = 0; half < Gemm::kHalves; ++half) {
     const CUtensorMap* const map = Gemm::kGated && half == 1 ? &args.up_weight : &args.weight;
-    const int row = Gemm::kGated ? tile.column : tile.column + half * Gemm::kHalfN;
+    const int column = Gemm::kGated ? tile.column : tile.column + half * Gemm::kHalfN;
+    const int row = tile.expert * static_cast<int>(args.experts.weight_rows) + column;
     if (args.pair > 1) {
       if (half == rank) {
         sm90::tma_load_to(3, map, shared.full(stage), shared.half(stage, half), block * kWords, row);
@@ -107,9 +110,10 @@ struct ScalesOfHalf {
   const float* scales;
   const int shift;
 
-  __device__ __forceinline__ ScalesOfHalf(const ScaledArgs& args, const CodedWeight& weight, int column)
+  __device__ __forceinline__ ScalesOfHalf(const ScaledArgs& args, const CodedWeight& weight, int expert, int column)
       : scales(args.by_rows ? nullptr
-                            : weight.scales + min(column, args.n - 1) / weight.scale_rows * weight.scale_stride),
+                            : weight.scales + expert * args.experts.scales_of_expert +
+                                  min(column, args.n - 1) / weight.scale_rows * weight.scale_stride),
         shift(weight.scale_shift) {}
   __device__ __forceinline__ float operator()(int block) const {
     return scales == nullptr ? 1.0f : __ldg(scales + (block * (kScaledGroup / kCodedBlock) >> shift));
@@ -124,8 +128,8 @@ __device__ __forceinline__ void multiply(const ScaledArgs& args, const ScaledSha
   using Mma = sm90::Wgmma<__nv_fp8_e4m3, Gemm::kHalfN>;
   const int group = sm90::warp_uniform(threadIdx.x / 128), lane = threadIdx.x % 32;
   const int local = threadIdx.x / 32 * 16 + lane / 4;
-  const ScalesOfHalf first(args, args.of_weight, tile.column);
-  const ScalesOfHalf second(args, Gemm::kGated ? args.of_up_weight : args.of_weight,
+  const ScalesOfHalf first(args, args.of_weight, tile.expert, tile.column);
+  const ScalesOfHalf second(args, Gemm::kGated ? args.of_up_weight : args.of_weight, tile.expert,
                             Gemm::kGated ? tile.column : tile.column + Gemm::kHalfN);
 #pragma unroll
   for (int half = 0; half < Gemm::kHalves; ++half) {

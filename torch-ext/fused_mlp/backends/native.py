@@ -210,9 +210,9 @@ def plan_experts(
     return plans.parsed(record, layers)
 
 
-def plan_quantized_experts(x: Tensor, top_k: int, experts: int) -> Tuple[plans.Part, ...]:
+def plan_quantized_experts(x: Tensor, top_k: int, experts: int, rounds: bool) -> Tuple[plans.Part, ...]:
     """The same for ``quantized_experts``."""
-    return plans.parsed(ops.plan_quantized_experts.default(x, top_k, experts), ("gate and up", "down"))
+    return plans.parsed(ops.plan_quantized_experts.default(x, top_k, experts, rounds), ("gate and up", "down"))
 
 
 def plan_quantized(layers: Sequence[str], x: Tensor, *rest: Any) -> Tuple[plans.Part, ...]:
