@@ -117,12 +117,13 @@ Tensor adapted_experts(const Tensor& x, const Tensor& top_k_index, const Tensor&
 std::string plan_experts(const Tensor& x, const Tensor& gate_up_weight, const Tensor& down_weight, int64_t top_k,
                          bool transposed);
 
-// On a GPU, experts_mlp of quantised weights, data and scales of each layer, for x in bfloat16. `layouts` has five numbers
-// of each: experts, out, in, and the rows and columns of a block. Of FP8 data is e4m3 [E, out, in] and scales are float32,
-// one of each block of each expert. Of MXFP4 data is bytes of two codes of e2m1, the first in the low half, and scales are
-// bytes [E, out, in / 32], exponents of two. Inputs are multiples of 64; blocks of FP8 have a power of two of columns from
-// 64 on, or all. Biases may be float32. With `rounds`, on Hopper, rows of x and hidden values are rounded to e4m3 in groups
-// of 128 columns: for FP8 in blocks of multiples of 128 x 128, without biases, limits and alternating gates and ups.
+// On a GPU, experts_mlp of quantised weights, data and scales of each layer, for x in bfloat16. `layouts` has five
+// numbers of each: experts, out, in, and the rows and columns of a block. Of FP8 data is e4m3 [E, out, in] and scales
+// are float32, one of each block of each expert. Of MXFP4 data is bytes of two codes of e2m1, the first in the low
+// half, and scales are bytes [E, out, in / 32], exponents of two. Inputs are multiples of 64; blocks of FP8 have a
+// power of two of columns from 64 on, or all. Biases may be float32. With `rounds`, on Hopper, rows of x and hidden
+// values are rounded to e4m3 in groups of 128 columns: for FP8 in blocks of multiples of 128 x 128, without biases,
+// limits and alternating gates and ups.
 Tensor quantized_experts(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights, const Tensor& gate_up,
                          const Tensor& gate_up_scales, const Tensor& down, const Tensor& down_scales,
                          const std::vector<int64_t>& layouts, const OptionalTensor& gate_up_bias,

@@ -75,7 +75,6 @@ struct GivenStack {
 
 constexpr size_t kLayout = 5;  // numbers of a stack's
 
-
 // A layer of `parts` matrices, whose features are one after the other or in turns.
 CodedExperts layer_of(const GivenStack& weight, const OptionalTensor& bias, int parts, bool in_turns,
                       const Routes& routes, int slots_of_row) {
@@ -163,7 +162,8 @@ Tensor quantized_experts(const Tensor& x, const Tensor& top_k_index, const Tenso
                          std::optional<double> limit, double up_offset, bool rounds) {
   check_activation(activation);
   STD_TORCH_CHECK(layouts.size() == 2 * kLayout, "layouts must have ", kLayout, " numbers of each weight");
-  const GivenStack first_weight(gate_up, gate_up_scales, layouts, 0), second_weight(down, down_scales, layouts, kLayout);
+  const GivenStack first_weight(gate_up, gate_up_scales, layouts, 0),
+      second_weight(down, down_scales, layouts, kLayout);
   const int64_t hidden = first_weight.rows / (gated ? 2 : 1);
   STD_TORCH_CHECK(x.dim() == 2 && x.scalar_type() == ScalarType::BFloat16 && x.size(1) == first_weight.k,
                   "x must be [tokens, in] in bfloat16, in being ", first_weight.k);

@@ -41,7 +41,8 @@ class QuantizedStack(NamedTuple):
 
     Of format ``"mxfp4"``, ``data`` is uint8 ``[experts, out, in / 2]``, or of any shape with these elements: two codes
     of e2m1 in an element, the first in its lower bits. ``scales`` is uint8 ``[experts, out, in / 32]``: of a scale
-    ``s``, 32 values are multiplied by ``2 ** (s - 127)``; 255 stands for NaN. ``block`` is ``(1, 32)``.
+    ``s``, 32 values are multiplied by ``2 ** (s - 127)``; 255 stands for NaN. ``block`` is ``(1, 32)``. Kernels that
+    read the codes are exact for scales of ``2 ** -100`` to ``2 ** 33``; larger ones count as infinite.
 
     Both are contiguous.
     """

@@ -9,10 +9,11 @@ namespace fused_mlp {
 template <typename Element, StackCoding kCoding>
 struct StackDecoder;
 
-// 16 adjacent values, which one scale belongs to.
+// 16 adjacent values, which one scale belongs to: sums of codes are multiplied by it.
 template <typename Element>
 struct StackDecoder<Element, StackCoding::kFp8> {
-  static constexpr int kScales = 1;  // of a block of 64
+  static constexpr bool kScalesSums = true;
+  static constexpr float kUnscale = 1.0f;  // what sums are multiplied by at the end
   using RawScales = float;
 
   // The first of the eight elements of a that belong to the lane's first or second half of codes.
@@ -27,20 +28,21 @@ struct StackDecoder<Element, StackCoding::kFp8> {
 
   template <int kPieces>
   static __device__ __forceinline__ void decode(uint32_t (&pairs)[8], const uint8_t* codes, int row, int block,
-                                                int quarter) {
+                                                int quarter, RawScales) {
     Fp8Decoder<Element>::decode_16(pairs, nullptr, codes + swizzled<kPieces>(row, block * 4 + quarter) * 16);
   }
   static __device__ __forceinline__ void order(uint32_t (&)[4]) {}
   static __device__ __forceinline__ RawScales load(const CodedStack& weight, int at, int block) {
     return __ldg(static_cast<const float*>(weight.scales) + at + (block >> weight.scale_shift));
   }
-  static __device__ __forceinline__ float scale(RawScales raw, int) { return raw; }
 };
 
-// Eight adjacent values of either half of the block, each of which has a scale.
+// Eight adjacent values of either half of the block, each of which has a scale: codes are multiplied by it, which is
+// exact in bfloat16 for scales of 2^-100 to 2^33. What is smaller loses bits, and what is larger counts as infinite.
 template <>
 struct StackDecoder<__nv_bfloat16, StackCoding::kMxfp4> {
-  static constexpr int kScales = 2;
+  static constexpr bool kScalesSums = false;
+  static constexpr float kUnscale = 4294967296.0f;  // so much smaller are scales in registers
   using RawScales = uint32_t;
 
   static __device__ __forceinline__ int element(int quarter, int half) { return kMxBlock * half + 8 * quarter; }
@@ -53,13 +55,16 @@ struct StackDecoder<__nv_bfloat16, StackCoding::kMxfp4> {
 
   template <int kPieces>
   static __device__ __forceinline__ void decode(uint32_t (&pairs)[8], const uint8_t* codes, int row, int block,
-                                                int quarter) {
+                                                int quarter, RawScales raw) {
+    // Both exponents, whose bias is that of bfloat16: less 32, and what the bits of codes lack.
+    const uint32_t exponents = __vminu2(__byte_perm(raw, 0, 0x4140) + 0x005E005Eu, 0x00FF00FFu) << 7;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      const uint32_t scales = __byte_perm(exponents, 0, half == 0 ? 0x1010 : 0x3232);
       const uint8_t* const piece = codes + swizzled<kPieces>(row, block * 2 + half) * 16;
       const uint32_t word = *reinterpret_cast<const uint32_t*>(piece + quarter * 4);
-      decode_pairs(pairs + half * 4, word);
-      decode_pairs(pairs + half * 4 + 2, word >> 8);
+      decode_pairs(pairs + half * 4, word, scales);
+      decode_pairs(pairs + half * 4 + 2, word >> 8, scales);
     }
   }
 
@@ -75,24 +80,18 @@ struct StackDecoder<__nv_bfloat16, StackCoding::kMxfp4> {
   static __device__ __forceinline__ RawScales load(const CodedStack& weight, int at, int block) {
     return __ldg(reinterpret_cast<const uint16_t*>(static_cast<const uint8_t*>(weight.scales) + at) + block);
   }
-  // Two to the power of an exponent. 255 stands for NaN.
-  static __device__ __forceinline__ float scale(RawScales raw, int half) {
-    const uint32_t exponent = raw >> half * 8 & 255;
-    const uint32_t least = 0x00400000u, nan = 0x7FFFFFFFu;  // 2^-127 has no exponent
-    return __uint_as_float(exponent == 0 ? least : exponent == 255 ? nan : exponent << 23);
-  }
 
  private:
   // Codes 0 and 4 of a word, and codes 1 and 5: sign, exponent and mantissa are moved to their places in both halves by
-  // one product, and another one makes up for the exponent's bias. It is exact for subnormal values too.
-  static __device__ __forceinline__ void decode_pairs(uint32_t* pairs, uint32_t word) {
-    pairs[0] = value((word & 0x000F000Fu) * ((1u << 12) + (1u << 6)));
-    pairs[1] = value((word & 0x00F000F0u) * ((1u << 8) + (1u << 2)));
+  // one product. The product with the scales makes up for the exponent's bias, subnormal values included.
+  static __device__ __forceinline__ void decode_pairs(uint32_t* pairs, uint32_t word, uint32_t scales) {
+    pairs[0] = scaled((word & 0x000F000Fu) * ((1u << 12) + (1u << 6)), scales);
+    pairs[1] = scaled((word & 0x00F000F0u) * ((1u << 8) + (1u << 2)), scales);
   }
-  static __device__ __forceinline__ uint32_t value(uint32_t moved) {
-    const uint32_t bits = moved & 0x81C081C0u, factor = 0x7E807E80u;  // 2^126
+  static __device__ __forceinline__ uint32_t scaled(uint32_t moved, uint32_t scales) {
+    const uint32_t bits = moved & 0x81C081C0u;
     const __nv_bfloat162 found =
-        __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&bits), *reinterpret_cast<const __nv_bfloat162*>(&factor));
+        __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&bits), *reinterpret_cast<const __nv_bfloat162*>(&scales));
     return *reinterpret_cast<const uint32_t*>(&found);
   }
 };

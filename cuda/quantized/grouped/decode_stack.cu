@@ -1,10 +1,9 @@
-#include "decode_stack.h"
-
 #include <cuda_fp8.h>
 
 #include <algorithm>
 
 #include "../../vector.cuh"
+#include "decode_stack.h"
 
 namespace fused_mlp {
 namespace {
@@ -96,7 +95,8 @@ cudaError_t launch_decode(const StackElements& weight, void* out, DType dtype, c
   const int64_t blocks = ceil_div(vectors, kThreads);
   return visit_dtype(dtype, [&]<typename T>(T*) {
     if (whole) {
-      decode_stack_vectors_kernel<T><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(weight, static_cast<T*>(out));
+      decode_stack_vectors_kernel<T>
+          <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(weight, static_cast<T*>(out));
     } else {
       constexpr int64_t kMostBlocks = 1 << 16;
       decode_stack_kernel<T>

@@ -96,8 +96,8 @@ struct StackCopies {
   const StackArgs& args;
   const StackTiles<Gemm>& tiles;
   int tile, block;
-  const uint8_t* weights;  // of the tile's expert
-  int rows[kPasses];       // where this thread's rows of them begin
+  const uint8_t* weights;               // of the tile's expert
+  int rows[kPasses];                    // where this thread's rows of them begin
   const Element* tokens[kTokenPasses];  // null where there is no such token
 
   __device__ __forceinline__ StackCopies(const StackArgs& args, const StackTiles<Gemm>& tiles)
@@ -124,7 +124,7 @@ struct StackCopies {
   }
 
   __device__ __forceinline__ const Element* token_row(const StackTile& at, int sorted) const {
-    const int source = at.slots != nullptr          ? at.slots[sorted] / args.slots_of_row
+    const int source = at.slots != nullptr            ? at.slots[sorted] / args.slots_of_row
                        : args.token_of_row != nullptr ? load_fresh(args.token_of_row + sorted)
                                                       : sorted;
     return static_cast<const Element*>(args.a.data) + source * args.a.row_stride;
@@ -133,8 +133,7 @@ struct StackCopies {
   __device__ __forceinline__ void load_weights(uint32_t stage) const {
     constexpr int kUnit = unit_bytes(Gemm::kKernel.coding), kOfUnit = kUnit / 16;
     const int first = block * Gemm::kBlockK, row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
-    const uint32_t shared =
-        stage + row * Gemm::kRowBytes + Gemm::Decoder::template swizzled<kPieces>(row, piece) * 16;
+    const uint32_t shared = stage + row * Gemm::kRowBytes + Gemm::Decoder::template swizzled<kPieces>(row, piece) * 16;
     const bool present = first + piece / kOfUnit * kCodedBlock < args.k;
     const int offset = present ? block * Gemm::kRowBytes : 0;
 #pragma unroll
@@ -151,9 +150,9 @@ struct StackCopies {
       if (tokens[pass] == nullptr) continue;
       const int index = pass * kThreads + threadIdx.x, row = index / kTokenPieces, piece = index % kTokenPieces;
       const bool present = first + piece * 8 < args.k;
-      sm80::cp_async_16(stage + Gemm::kTokensOffset + row * Gemm::kTokenBytes +
-                            Gemm::Decoder::swizzled_tokens(row, piece) * 16,
-                        tokens[pass] + (present ? first : 0), present);
+      sm80::cp_async_16(
+          stage + Gemm::kTokensOffset + row * Gemm::kTokenBytes + Gemm::Decoder::swizzled_tokens(row, piece) * 16,
+          tokens[pass] + (present ? first : 0), present);
     }
   }
 
@@ -284,24 +283,22 @@ using StackSums = float[Gemm::kTilesM][Gemm::kTilesN][4];
 // sums += scale * (codes a^T) of a block of 64.
 template <typename Gemm, typename RawScales>
 __device__ __forceinline__ void multiply_block(StackSums<Gemm>& sums, const uint8_t* stage, const StackLane<Gemm>& lane,
-                                               int block, const RawScales& raw) {
+                                               int block, const RawScales& scales) {
   using Decoder = typename Gemm::Decoder;
+  using Mma = sm80::Mma<typename Gemm::Element>;
   uint32_t codes[Gemm::kTilesM][4][4];
-  float scales[Gemm::kTilesM][2][Decoder::kScales];
 #pragma unroll
   for (int i = 0; i < Gemm::kTilesM; ++i) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t pairs[8];
       const uint8_t* const row = stage + lane.tile_row(i, half) * Gemm::kRowBytes;
-      Decoder::template decode<Gemm::kPieces>(pairs, row, lane.row, block, lane.quarter);
+      Decoder::template decode<Gemm::kPieces>(pairs, row, lane.row, block, lane.quarter, scales[i][half]);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         codes[i][j][half] = pairs[2 * j];
         codes[i][j][half + 2] = pairs[2 * j + 1];
       }
-#pragma unroll
-      for (int each = 0; each < Decoder::kScales; ++each) scales[i][half][each] = Decoder::scale(raw[i][half], each);
     }
   }
 #pragma unroll
@@ -315,22 +312,26 @@ __device__ __forceinline__ void multiply_block(StackSums<Gemm>& sums, const uint
       tokens[half][0] = words.x, tokens[half][1] = words.y, tokens[half][2] = words.z, tokens[half][3] = words.w;
       Decoder::order(tokens[half]);
     }
-    constexpr int kOfScale = 4 / Decoder::kScales;  // products that a scale belongs to
+    [[maybe_unused]] float of_block[Gemm::kTilesM][4];
 #pragma unroll
-    for (int each = 0; each < Decoder::kScales; ++each) {
-      float of_block[Gemm::kTilesM][4] = {};
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t pair[2] = {tokens[j / 2][j % 2 * 2], tokens[j / 2][j % 2 * 2 + 1]};
 #pragma unroll
-      for (int j = each * kOfScale; j < (each + 1) * kOfScale; ++j) {
-        const uint32_t pair[2] = {tokens[j / 2][j % 2 * 2], tokens[j / 2][j % 2 * 2 + 1]};
-#pragma unroll
-        for (int i = 0; i < Gemm::kTilesM; ++i) {
-          sm80::Mma<typename Gemm::Element>::multiply(of_block[i], codes[i][j], pair);
+      for (int i = 0; i < Gemm::kTilesM; ++i) {
+        if constexpr (!Decoder::kScalesSums) {
+          Mma::multiply(sums[i][n], codes[i][j], pair);
+        } else if (j == 0) {
+          Mma::set(of_block[i], codes[i][j], pair);
+        } else {
+          Mma::multiply(of_block[i], codes[i][j], pair);
         }
       }
+    }
+    if constexpr (Decoder::kScalesSums) {
 #pragma unroll
       for (int i = 0; i < Gemm::kTilesM; ++i) {
 #pragma unroll
-        for (int c = 0; c < 4; ++c) sums[i][n][c] = fmaf(of_block[i][c], scales[i][c / 2][each], sums[i][n][c]);
+        for (int c = 0; c < 4; ++c) sums[i][n][c] = fmaf(of_block[i][c], scales[i][c / 2], sums[i][n][c]);
       }
     }
   }
@@ -362,7 +363,7 @@ struct StackParts {
     float sum = 0.0f;
 #pragma unroll
     for (int warp = 0; warp < Gemm::kWarpsK; ++warp) sum += of(warp, token)[row];
-    return sum;
+    return sum * Gemm::Decoder::kUnscale;
   }
 };
 

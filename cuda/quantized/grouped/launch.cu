@@ -45,9 +45,8 @@ cudaError_t launch(const CodedExperts& p, const GroupedPlan& plan, const Gpu& gp
   const int resident = std::min(Gemm::kKernel.ctas, sm80::resident_ctas(kShared, gpu.shared_of_multiprocessor));
   const int64_t grid =
       std::min<int64_t>(int64_t{plan.row_tiles} * args.column_tiles, gpu.multiprocessors * std::max(1, resident));
-  return sm80::launch_kernel<stack_gemm_kernel<Gemm>>(args, grid, Gemm::kThreads, kShared,
-                                                      args.starts_early || (early && args.follows_sort), kShared,
-                                                      stream);
+  return sm80::launch_kernel<stack_gemm_kernel<Gemm>>(
+      args, grid, Gemm::kThreads, kShared, args.starts_early || (early && args.follows_sort), kShared, stream);
 }
 
 }  // namespace
@@ -71,10 +70,10 @@ GroupedPlan plan_stack(const Routes& routes) {
 }
 
 cudaError_t launch_stack(const CodedExperts& p, const GroupedPlan& plan, const Gpu& gpu, cudaStream_t stream) {
-#define FUSED_MLP_STACK(...)                                                                                \
-  if (constexpr StackKernel kKernel{__VA_ARGS__};                                                           \
-      kKernel.coding == p.weight.coding && kKernel.gated == p.gated && kKernel.tokens == plan.rows) {       \
-    return launch<StackGemm<__nv_bfloat16, kKernel>>(p, plan, gpu, stream);                                 \
+#define FUSED_MLP_STACK(...)                                                                          \
+  if (constexpr StackKernel kKernel{__VA_ARGS__};                                                     \
+      kKernel.coding == p.weight.coding && kKernel.gated == p.gated && kKernel.tokens == plan.rows) { \
+    return launch<StackGemm<__nv_bfloat16, kKernel>>(p, plan, gpu, stream);                           \
   }
 #include "kernels.def"
 #undef FUSED_MLP_STACK

@@ -78,8 +78,7 @@ template <typename Element>
 cudaError_t launch_rounding_of(const CodedProblem& p, const ScaledRows& rounded, cudaStream_t stream,
                                const ScaledExperts& experts) {
   using R = Rounding;
-  const RoundArgs args{p.a,  rounded, static_cast<int>(p.m), static_cast<int>(p.k), experts.token_of_row,
-                       experts.count};
+  const RoundArgs args{p.a, rounded, static_cast<int>(p.m), static_cast<int>(p.k), experts.token_of_row, experts.count};
   const dim3 grid(ceil_div(p.m, R::kRows), ceil_div(ceil_div(p.k, kScaledGroup), R::kGroups));
   round_kernel<Element><<<grid, R::kThreads, 0, stream>>>(args);
   return cudaGetLastError();

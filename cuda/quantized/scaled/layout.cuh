@@ -26,7 +26,7 @@ struct ScaledArgs {
   int pair, split;
   int loaded_rows;  // of a tile; the rest of its places hold anything
   ScaledExperts experts;
-  bool by_rows;     // each weight row has a scale, which the sums are multiplied by at the end
+  bool by_rows;  // each weight row has a scale, which the sums are multiplied by at the end
 };
 
 template <typename Element_, bool kGated_>

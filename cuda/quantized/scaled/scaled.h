@@ -25,7 +25,7 @@ struct ScaledExperts {
   int experts = 0;  // none where all rows have the same weights
   const int* codes = nullptr;
   const int* count = nullptr;
-  const int* token_of_row = nullptr;  // where rows of a are those of tokens
+  const int* token_of_row = nullptr;              // where rows of a are those of tokens
   int64_t weight_rows = 0, scales_of_expert = 0;  // from an expert to the next one
 };
 
