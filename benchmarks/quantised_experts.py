@@ -5,8 +5,8 @@
 
 `ours` is experts_mlp with quantised stacks; `decoded` the same where weights are decoded first whatever the rows are;
 `bf16` experts_mlp with weights of bfloat16; `floor` the time of reading the codes and scales of the chosen experts at
-the bandwidth of a copy. transformers' own products of both formats are kernels from the Hub, and are not measured. Calls
-run in CUDA graphs, and routings take turns. Prints a table, and writes it with --out.
+the bandwidth of a copy. transformers' own products of both formats are kernels from the Hub, and are not measured.
+Calls run in CUDA graphs, and routings take turns. Prints a table, and writes it with --out.
 """
 
 import argparse
