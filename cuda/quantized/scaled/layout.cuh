@@ -4,7 +4,6 @@
 #include "../../gemm/epilogue.cuh"
 #include "../../gemm/grouped.h"
 #include "../../gemm/tile_order.cuh"
-#include "../../loads.cuh"
 #include "../../overlap.cuh"
 #include "../../sm90/ptx.cuh"
 #include "../../sm90/ring.cuh"
@@ -83,7 +82,6 @@ using ScaledSums = float[Gemm::kHalves][Gemm::kSums];
 
 struct ScaledTile {
   int row, column, part;  // of k
-  int expert;
 };
 
 #endif
