@@ -24,10 +24,11 @@ _MX_BLOCK = 32
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 
-# Up to so many rows an expert, on average, kernels read the codes; before more rows weights are decoded.
-MOST_ROWS: Dict[str, int] = {"fp8": 64, "mxfp4": 64}
+# Up to so many rows an expert, on average, kernels read the codes; before more rows weights are decoded (measured on an
+# H200, as is the bound below).
+MOST_ROWS: Dict[str, int] = {"fp8": 64, "mxfp4": 128}
 # Up to so many, x is multiplied as it is; of more rows Hopper's kernels round it to FP8, where they take the weights.
-MOST_EXACT_ROWS = 32
+MOST_EXACT_ROWS = 12
 
 
 class QuantizedStack(NamedTuple):
@@ -36,7 +37,7 @@ class QuantizedStack(NamedTuple):
     Of format ``"fp8"``, ``data`` is float8_e4m3fn ``[experts, out, in]``, and ``scales`` float32, an element for each
     block of ``block = (rows, columns)`` values: ``[experts, ceil(out / rows), ceil(in / columns)]``.
 
-    On Hopper GPUs calls of more than 32 rows an expert, on average, may round x and the hidden values to float8_e4m3fn
+    On Hopper GPUs calls of more than 12 rows an expert, on average, may round x and the hidden values to float8_e4m3fn
     too, each 128 columns of a row by their largest value, as ``explain`` says.
 
     Of format ``"mxfp4"``, ``data`` is uint8 ``[experts, out, in / 2]``, or of any shape with these elements: two codes
@@ -267,7 +268,7 @@ def _of_stack(weight: QuantizedStack) -> Optional[str]:
 def explained(given: Tuple[Any, ...], form: Form, given_adapters: Adapters) -> Tuple[str, str, Tuple[plans.Part, ...]]:
     """The backend of a call, the reason in words, and its parts."""
     check(given, form, given_adapters)
-    x, index, weights = (each.reshape(-1, each.shape[-1]) for each in given[:3])
+    x, index, weights = (each if each.dim() == 2 else each.reshape(-1, each.shape[-1]) for each in given[:3])
     found = [each for each in given[3:5] if is_any(each)]
     formats = " and ".join(dict.fromkeys(map(words_of, found)))
     reason = "adapters are beside them" if given_adapters != NO_ADAPTERS else None
