@@ -164,6 +164,14 @@ def test_training_runs_as_written(fused_mlp, device, own):
     assert own and x.grad is not None and x.grad.abs().sum() > 0
 
 
+def test_many_rows_are_left(fused_mlp, device, own):
+    model = holder(experts(device=device))
+    with torch.no_grad():
+        fused_mlp.fuse_mlps(model)
+        model.experts(*given(device, tokens=200))
+    assert own
+
+
 def test_report_names_the_format(fused_mlp, device, own):
     model = holder(experts(device=device))
     with taken(fused_mlp):

@@ -240,8 +240,8 @@ def _of_codes(
 ) -> Optional[Tensor]:
     """The output of experts with weights in FP8; None where transformers' own products are to run.
 
-    Those round x to FP8, and multiply many rows faster than weights are decoded. On a CPU there are none: where this
-    package is asked for, it decodes.
+    Those round x to FP8, and were not measured: of many rows, which arithmetic bounds, they are left. On a CPU there are
+    none: where this package is asked for, it decodes.
     """
     if _of_module(module, found, tensors, way) is not None or _of_kind(x, index, weights, tensors[0]) is not None:
         return None
@@ -250,7 +250,8 @@ def _of_codes(
     if last is not None and not cached.are_experts(index, last):
         return None
     is_asked = dispatch.is_forced() or (way == interface.NAME and x.is_cpu)
-    if not is_asked and quantized_experts.refusal(given, found.form) is not None:
+    has_many_rows = index.numel() > quantized_experts.MOST_ROWS["fp8"] * found.experts
+    if not is_asked and (has_many_rows or quantized_experts.refusal(given, found.form) is not None):
         return None
     return quantized_experts.computed(given, found.form)
 
