@@ -240,8 +240,8 @@ def _of_codes(
 ) -> Optional[Tensor]:
     """The output of experts with weights in FP8; None where transformers' own products are to run.
 
-    Those round x to FP8, and were not measured: of many rows, which arithmetic bounds, they are left. On a CPU there are
-    none: where this package is asked for, it decodes.
+    Those round x to FP8, and were not measured: of many rows, which arithmetic bounds, they are left. On a CPU there
+    are none: where this package is asked for, it decodes.
     """
     if _of_module(module, found, tensors, way) is not None or _of_kind(x, index, weights, tensors[0]) is not None:
         return None
