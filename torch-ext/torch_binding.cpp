@@ -54,6 +54,12 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "Tensor? gate_up_bias, Tensor? down_bias, Tensor?[] factors, float[] scalings, int activation, bool gated, bool "
       "interleaved, "
       "bool transposed, float? limit, float up_offset) -> Tensor");
+  ops.def(
+      "quantized_experts(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up, Tensor gate_up_scales, "
+      "Tensor down, Tensor down_scales, int[] layouts, Tensor? gate_up_bias, Tensor? down_bias, int activation, "
+      "bool gated, bool interleaved, float? limit, float up_offset, bool rounds) -> Tensor");
+  ops.def("decoded_experts(Tensor data, Tensor scales, int[] layout, ScalarType dtype) -> Tensor");
+  ops.def("plan_quantized_experts(Tensor x, int top_k, int experts, bool rounds) -> str");
   ops.def("plan_experts(Tensor x, Tensor gate_up_weight, Tensor down_weight, int top_k, bool transposed) -> str");
   ops.def("top_k_router(Tensor x, Tensor weight, int top_k, bool normalized, bool narrow) -> (Tensor, Tensor, Tensor)");
   ops.def(
@@ -130,6 +136,9 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, FUSED_MLP_DISPATCH_KEY, o
   ops.impl("plan_training", TORCH_BOX(&fused_mlp::plan_training));
 #if defined(CUDA_KERNEL)
   ops.impl("adapted_experts", TORCH_BOX(&fused_mlp::adapted_experts));
+  ops.impl("quantized_experts", TORCH_BOX(&fused_mlp::quantized_experts));
+  ops.impl("decoded_experts", TORCH_BOX(&fused_mlp::decoded_experts));
+  ops.impl("plan_quantized_experts", TORCH_BOX(&fused_mlp::plan_quantized_experts));
   ops.impl("experts_training_forward", TORCH_BOX(&fused_mlp::experts_training_forward));
   ops.impl("experts_training_backward", TORCH_BOX(&fused_mlp::experts_training_backward));
   ops.impl("experts_training_backward_", TORCH_BOX(&fused_mlp::experts_training_backward_));

@@ -13,7 +13,7 @@
 #include "../pointwise/pointwise.h"
 #include "choice.h"
 #include "decode/decode.h"
-#include "scaled/scaled.h"
+#include "scaled/rounded_rows.h"
 
 namespace fused_mlp {
 namespace {
@@ -171,31 +171,6 @@ bool shares_format(const Part& part) {
 
 Part first_of(const QuantizedLayers& layers, int64_t activation) { return {layers.first(), layers.up(), activation}; }
 Part second_of(const QuantizedLayers& layers) { return {*layers.second(), nullptr, kNoActivation}; }
-
-// Rows of e4m3 and their scales.
-class RoundedRows {
- public:
-  RoundedRows(int64_t rows, int64_t columns)
-      : groups_(ceil_div(columns, kScaledGroup)),
-        row_bytes_(groups_ * kScaledGroup),
-        stride_(ceil_div(rows, kScaledRows) * kScaledRows),
-        bytes_(rows * row_bytes_),
-        memory_(bytes_ + groups_ * stride_ * sizeof(float)) {}
-
-  // Those of the problem's a.
-  RoundedRows(const CodedProblem& problem, cudaStream_t stream) : RoundedRows(problem.m, problem.k) {
-    check(launch_rounding(problem, rows(), stream));
-  }
-
-  ScaledRows rows() const {
-    auto* const data = static_cast<uint8_t*>(memory_.data());
-    return {data, reinterpret_cast<float*>(data + bytes_), row_bytes_, stride_};
-  }
-
- private:
-  const int64_t groups_, row_bytes_, stride_, bytes_;
-  const Scratch memory_;
-};
 
 // The parts of a call, one after the other.
 class Run {

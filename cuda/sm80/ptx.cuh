@@ -134,6 +134,13 @@ struct Mma;
                    : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                  \
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                              \
     }                                                                                                                \
+    /* d = A B^T: nothing has to be cleared before. */                                                               \
+    static __device__ __forceinline__ void set(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {      \
+      asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                                            \
+                   ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"                        \
+                   : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])                                                  \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(0.0f));                   \
+    }                                                                                                                \
   };
 FUSED_MLP_MMA(__nv_bfloat16, "bf16")
 FUSED_MLP_MMA(__half, "f16")

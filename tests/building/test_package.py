@@ -31,6 +31,7 @@ def local_kernels():
 def test_exports(fused_mlp):
     assert set(fused_mlp.__all__) == {
         "Adapter",
+        "QuantizedStack",
         "QuantizedWeight",
         "act_and_mul",
         "backend",

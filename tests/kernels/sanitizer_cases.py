@@ -436,6 +436,30 @@ def quantized(fused_mlp) -> int:
     return 2 * len(cases)
 
 
+def quantized_experts(fused_mlp) -> int:
+    """Experts in FP8 and MXFP4, of few rows and more, and their decoding; how many calls."""
+    cases = list(itertools.product((1, 5, 20, 90, 200), ((128, 320), (576, 64), (96, 160)), ("fp8", "mxfp4")))
+    for tokens, (width, hidden), kind in cases:
+        print(f"quantised experts: {tokens}, {width}, {hidden}, {kind}", flush=True)
+
+        def made(n, k, kind=kind):
+            if kind == "fp8":
+                values = torch.randn(6, n, k, device="cuda").to(torch.float8_e4m3fn)
+                scales = torch.rand(6, -(-n // 128), -(-k // 128), device="cuda")
+                return fused_mlp.QuantizedStack.from_fp8(values, scales)
+            codes = torch.randint(256, (6, n, k // 32, 16), dtype=torch.uint8, device="cuda")
+            return fused_mlp.QuantizedStack.from_mxfp4(codes, torch.full((6, n, k // 32), 120, device="cuda").byte())
+
+        x = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16)
+        index = torch.randint(-1, 7, (tokens, 3), device="cuda")
+        biases = torch.randn(6, 2 * hidden, device="cuda"), torch.randn(6, width, device="cuda").bfloat16()
+        given = x, index, torch.rand(tokens, 3, device="cuda"), made(2 * hidden, width), made(width, hidden), *biases
+        with torch.no_grad():
+            fused_mlp.experts_mlp(*given, limit=7.0, up_offset=1.0, interleaved=kind == "mxfp4")
+        torch.cuda.synchronize()
+    return len(cases)
+
+
 def run(tool: str) -> None:
     """All calls, one at a time and announced, so that what the sanitizer reports stands below its call."""
     from kernels import get_kernel
@@ -461,7 +485,7 @@ def run(tool: str) -> None:
                 calls += grouped(fused_mlp, architecture)
         if torch.cuda.get_device_capability() == (9, 0):
             calls += trained_experts(native)
-        calls += norms(native) + quantized(fused_mlp)
+        calls += norms(native) + quantized(fused_mlp) + quantized_experts(fused_mlp)
         if tool != "racecheck":  # beside whose kernels those of cuBLAS fault
             calls += adapted(fused_mlp)
         calls += biases(native)

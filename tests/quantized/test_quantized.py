@@ -250,7 +250,7 @@ def test_no_decoded_weight_is_kept(fused_mlp, device, adapted, memory):
 
 def test_one_decoding_each_way(fused_mlp, device, monkeypatch):
     """No call below is composed of PyTorch's operations, and what no gradient needs is not decoded."""
-    module = sys.modules[f"{fused_mlp.__name__}.quantized"]
+    module = sys.modules[f"{fused_mlp.__name__}.quantized.weights"]
     monkeypatch.setattr(sys.modules[f"{fused_mlp.__name__}.adapters"], "composed", None)
     decoded, native = [], copy.copy(vars(module.native)["quantized_decode"])
     spy = lambda *given: (decoded.append(given[1][:2]), native(*given))[1]  # noqa: E731

@@ -55,7 +55,7 @@ def own(monkeypatch):
 
 @pytest.fixture
 def ops(fused_mlp, monkeypatch):
-    quantized = sys.modules[f"{fused_mlp.__name__}.quantized"]
+    quantized = sys.modules[f"{fused_mlp.__name__}.quantized.weights"]
     called, op = [], quantized.run
     monkeypatch.setattr(quantized, "run", lambda *given: (called.append("packed"), op(*given))[1])
     return called

@@ -10,10 +10,12 @@ from .dispatch import backend
 from .functional import act_and_mul, experts_mlp, gated_linear, gated_mlp, geglu, linear, mlp, swiglu
 from .models.experts.mixtures import register_experts
 from .models.fuse import fuse_mlps, is_fused
-from .quantized import QuantizedWeight
+from .quantized.experts import QuantizedStack
+from .quantized.weights import QuantizedWeight
 
 __all__ = [
     "Adapter",
+    "QuantizedStack",
     "QuantizedWeight",
     "act_and_mul",
     "backend",

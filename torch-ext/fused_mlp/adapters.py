@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import calls, dispatch, quantized
+from . import calls, dispatch
 from .activations import BY_CODE, get_activation
 from .autograd import nodes, training
 from .backends import native
 from .operands import OperandTypeError, OperandValueError, check_like, halves, shape_of
-from .quantized import AnyWeight, QuantizedWeight
+from .quantized import weights as quantized
+from .quantized.weights import AnyWeight, QuantizedWeight
 
 
 class Adapter(NamedTuple):

@@ -125,7 +125,7 @@ def is_native(op: str, x: Tensor) -> bool:
 
 def may_take_quantized() -> bool:
     """True if :func:`quantized_refusal` may refuse nothing: on GPUs of this build, or where it is forced."""
-    return native.DEVICE_TYPE == "cuda" or _is_forced()
+    return native.DEVICE_TYPE == "cuda" or is_forced()
 
 
 def quantized_refusal(device: torch.device, dtype: torch.dtype) -> Optional[str]:
@@ -134,7 +134,7 @@ def quantized_refusal(device: torch.device, dtype: torch.dtype) -> Optional[str]
     On a CPU bitsandbytes packs weights anew for AVX-512: a row times 5632 x 2048 takes it 0.7 ms, and 5 ms where the
     weight is decoded first. ``dtype`` is that of the product.
     """
-    return _quantized_refusal(device, dtype, _is_forced())
+    return _quantized_refusal(device, dtype, is_forced())
 
 
 @functools.lru_cache(maxsize=64)
@@ -187,7 +187,8 @@ def _may_round_rows(weight: Any) -> bool:
     return weight.format == "fp8" and (rows % 128 == 0 or rows >= weight.shape[0])
 
 
-def _is_forced() -> bool:
+def is_forced() -> bool:
+    """True if the compiled ops of this build are forced."""
     return _open_blocks[-1].name == native.DEVICE_TYPE
 
 

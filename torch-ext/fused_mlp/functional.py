@@ -11,12 +11,15 @@ from typing import Optional
 
 from torch import Tensor
 
-from . import adapters, calls, operands, quantized
+from . import adapters, calls, operands
 from .activations import get_activation
 from .adapters import Adapter, Layer, Layers
 from .autograd import training
 from .experts import Form
-from .quantized import AnyWeight
+from .quantized import experts as quantized_experts
+from .quantized import weights as quantized
+from .quantized.experts import AnyStack
+from .quantized.weights import AnyWeight
 
 
 def act_and_mul(gate: Tensor, up: Tensor, activation: Optional[str] = "gelu_pytorch_tanh") -> Tensor:
@@ -209,8 +212,8 @@ def experts_mlp(
     x: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
-    gate_up_weight: Tensor,
-    down_weight: Tensor,
+    gate_up_weight: AnyStack,
+    down_weight: AnyStack,
     gate_up_bias: Optional[Tensor] = None,
     down_bias: Optional[Tensor] = None,
     activation: Optional[str] = "silu",
@@ -233,7 +236,8 @@ def experts_mlp(
             one, is skipped: it adds nothing, and its weight is not read. With expert parallelism, those are of others.
         top_k_weights: ``[..., k]``, of any floating dtype: what each expert's result is multiplied by.
         gate_up_weight: ``[experts, 2 * hidden, in]``, gates and ups; ``[experts, hidden, in]`` where not ``gated``.
-        down_weight: ``[experts, out, hidden]``.
+        down_weight: ``[experts, out, hidden]``. Either may be a :class:`QuantizedStack`, of which kernels read the
+            codes, or which is decoded first. Biases may be of float32 then.
         gate_up_bias: ``[experts, 2 * hidden]``, or ``[experts, hidden]``, or None.
         down_bias: ``[experts, out]`` or None.
         activation: see :func:`act_and_mul`.
@@ -252,9 +256,11 @@ def experts_mlp(
     """
     form = Form(get_activation(activation).code, gated, interleaved, transposed, limit, up_offset)
     given = (x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias)
+    given_adapters = gate_up_adapter, down_adapter
+    if quantized_experts.is_any(gate_up_weight, down_weight):
+        return quantized_experts.run(given, form, given_adapters)
     if gate_up_adapter is None and down_adapter is None:
         return calls.experts_mlp(*given, form)
     operands.check_experts_mlp(*given, *form[1:])
-    given_adapters = gate_up_adapter, down_adapter
     adapters.check_of_experts(x, transposed, given_adapters, (gate_up_weight, down_weight))
     return calls.adapted_experts(*given, form, adapters=given_adapters)

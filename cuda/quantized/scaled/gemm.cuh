@@ -28,7 +28,11 @@ struct ScaledTiles {
         index(blockIdx.x / args.pair),
         step(gridDim.x / args.pair) {}
 
-  __device__ __forceinline__ bool done() const { return index >= args.units_m * args.tiles_n * args.split; }
+  // The lists of experts were written before the kernel before this one started.
+  __device__ __forceinline__ int units_m() const {
+    return args.experts.experts > 0 ? __ldg(args.experts.count) : args.units_m;
+  }
+  __device__ __forceinline__ bool done() const { return index >= units_m() * args.tiles_n * args.split; }
   __device__ __forceinline__ void advance() { index += step; }
   __device__ __forceinline__ int2 blocks(const ScaledTile& tile) const {
     return {tile.part * args.k_blocks / args.split, (tile.part + 1) * args.k_blocks / args.split};
@@ -37,19 +41,26 @@ struct ScaledTiles {
   template <typename Gemm>
   __device__ __forceinline__ ScaledTile tile() const {
     const int whole = index / args.split;
-    const int2 at = grouped_tile<kGroupUnits>(whole, args.units_m, args.tiles_n);
+    const int2 at = grouped_tile<kGroupUnits>(whole, units_m(), args.tiles_n);
     return {(at.x * args.pair + rank) * Gemm::kTileM, at.y * Gemm::kColumns, index % args.split};
+  }
+
+  // That of a tile whose rows are of an expert; else 0.
+  template <typename Gemm>
+  __device__ __forceinline__ int expert_of(const ScaledTile& tile) const {
+    return args.experts.experts > 0 ? BlockCode{__ldg(args.experts.codes + tile.row / Gemm::kTileM)}.expert() : 0;
   }
 };
 
 template <typename Gemm>
 __device__ __forceinline__ void load_weights(const ScaledArgs& args, const ScaledShared<Gemm>& shared, int stage,
-                                             int block, const ScaledTile& tile, int rank) {
+                                             int block, const ScaledTile& tile, int first_row, int rank) {
   constexpr int kWords = Gemm::kBlockK / 2;  // of 16 bits
 #pragma unroll
   for (int half = 0; half < Gemm::kHalves; ++half) {
     const CUtensorMap* const map = Gemm::kGated && half == 1 ? &args.up_weight : &args.weight;
-    const int row = Gemm::kGated ? tile.column : tile.column + half * Gemm::kHalfN;
+    const int column = Gemm::kGated ? tile.column : tile.column + half * Gemm::kHalfN;
+    const int row = first_row + column;
     if (args.pair > 1) {
       if (half == rank) {
         sm90::tma_load_to(3, map, shared.full(stage), shared.half(stage, half), block * kWords, row);
@@ -68,6 +79,12 @@ __device__ __forceinline__ void load_rows(const ScaledArgs& args, const ScaledSh
                   Gemm::kScaleBytes);
 }
 
+// The first weight row of a tile's expert.
+template <typename Gemm>
+__device__ __forceinline__ int first_weight_row(const ScaledTiles& tiles, const ScaledTile& tile) {
+  return tiles.expert_of<Gemm>(tile) * static_cast<int>(tiles.args.experts.weight_rows);
+}
+
 // Run by one thread. The first stages are filled with weights before the kernel that writes a is done.
 template <typename Gemm>
 __device__ __forceinline__ void produce(const ScaledArgs& args, const ScaledShared<Gemm>& shared) {
@@ -78,16 +95,18 @@ __device__ __forceinline__ void produce(const ScaledArgs& args, const ScaledShar
   if (!tiles.done()) {
     const ScaledTile tile = tiles.tile<Gemm>();
     const int2 blocks = tiles.blocks(tile);
+    const int first_row = first_weight_row<Gemm>(tiles, tile);
     early = min(Gemm::kStages, blocks.y - blocks.x);
     for (int stage = 0; stage < early; ++stage) {
       sm90::mbarrier_arrive_expect(shared.full(stage), bytes);
-      load_weights<Gemm>(args, shared, stage, blocks.x + stage, tile, tiles.rank);
+      load_weights<Gemm>(args, shared, stage, blocks.x + stage, tile, first_row, tiles.rank);
     }
   }
   wait_for_previous_kernel();
   for (; !tiles.done(); tiles.advance()) {
     const ScaledTile tile = tiles.tile<Gemm>();
     const int2 blocks = tiles.blocks(tile);
+    const int first_row = first_weight_row<Gemm>(tiles, tile);
 #pragma unroll 1
     for (int block = blocks.x; block < blocks.y; ++block, at.advance()) {
       if (early > 0) {
@@ -95,7 +114,7 @@ __device__ __forceinline__ void produce(const ScaledArgs& args, const ScaledShar
       } else {
         sm90::mbarrier_wait(shared.empty(at.stage), at.parity);
         sm90::mbarrier_arrive_expect(shared.full(at.stage), bytes);
-        load_weights<Gemm>(args, shared, at.stage, block, tile, tiles.rank);
+        load_weights<Gemm>(args, shared, at.stage, block, tile, first_row, tiles.rank);
       }
       load_rows<Gemm>(args, shared, at.stage, block, tile);
     }
@@ -107,9 +126,10 @@ struct ScalesOfHalf {
   const float* scales;
   const int shift;
 
-  __device__ __forceinline__ ScalesOfHalf(const ScaledArgs& args, const CodedWeight& weight, int column)
+  __device__ __forceinline__ ScalesOfHalf(const ScaledArgs& args, const CodedWeight& weight, int expert, int column)
       : scales(args.by_rows ? nullptr
-                            : weight.scales + min(column, args.n - 1) / weight.scale_rows * weight.scale_stride),
+                            : weight.scales + expert * args.experts.scales_of_expert +
+                                  min(column, args.n - 1) / weight.scale_rows * weight.scale_stride),
         shift(weight.scale_shift) {}
   __device__ __forceinline__ float operator()(int block) const {
     return scales == nullptr ? 1.0f : __ldg(scales + (block * (kScaledGroup / kCodedBlock) >> shift));
@@ -119,13 +139,13 @@ struct ScalesOfHalf {
 // sums = the products of the blocks of k, as they arrive.
 template <typename Gemm>
 __device__ __forceinline__ void multiply(const ScaledArgs& args, const ScaledShared<Gemm>& shared,
-                                         const ScaledTile& tile, int2 blocks, sm90::RingPosition& at,
+                                         const ScaledTile& tile, int expert, int2 blocks, sm90::RingPosition& at,
                                          ScaledSums<Gemm>& sums) {
   using Mma = sm90::Wgmma<__nv_fp8_e4m3, Gemm::kHalfN>;
   const int group = sm90::warp_uniform(threadIdx.x / 128), lane = threadIdx.x % 32;
   const int local = threadIdx.x / 32 * 16 + lane / 4;
-  const ScalesOfHalf first(args, args.of_weight, tile.column);
-  const ScalesOfHalf second(args, Gemm::kGated ? args.of_up_weight : args.of_weight,
+  const ScalesOfHalf first(args, args.of_weight, expert, tile.column);
+  const ScalesOfHalf second(args, Gemm::kGated ? args.of_up_weight : args.of_weight, expert,
                             Gemm::kGated ? tile.column : tile.column + Gemm::kHalfN);
 #pragma unroll
   for (int half = 0; half < Gemm::kHalves; ++half) {
@@ -188,7 +208,7 @@ __device__ __forceinline__ void consume(const ScaledArgs& args, const ScaledShar
   for (ScaledTiles tiles(args); !tiles.done(); tiles.advance()) {
     ScaledTile tile = tiles.tile<Gemm>();
     ScaledSums<Gemm> sums;
-    multiply<Gemm>(args, shared, tile, tiles.blocks(tile), at, sums);
+    multiply<Gemm>(args, shared, tile, tiles.expert_of<Gemm>(tile), tiles.blocks(tile), at, sums);
     tile.row += warp * Gemm::kBoxRows;
     store_tile<Gemm>(args, sums, shared.box(warp), tile);
   }

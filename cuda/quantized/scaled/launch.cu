@@ -18,8 +18,9 @@ bool encode_bytes(CUtensorMap* map, const void* data, int64_t row_bytes, int64_t
 
 template <typename Gemm>
 cudaError_t launch_gemm(const CodedProblem& p, const CodedPlan& plan, const ScaledRows& a, const ScaledRows& rounded,
-                        float* parts, const Gpu& gpu, cudaStream_t stream) {
+                        float* parts, const Gpu& gpu, cudaStream_t stream, const ScaledExperts& experts) {
   ScaledArgs args{};
+  args.experts = experts;
   args.a_scales = a.scales;
   args.a_scale_stride = a.scale_stride;
   args.of_weight = p.weight;
@@ -37,7 +38,8 @@ cudaError_t launch_gemm(const CodedProblem& p, const CodedPlan& plan, const Scal
   args.loaded_rows = static_cast<int>(std::min<int64_t>(p.m, Gemm::kTileM));
   args.by_rows = p.weight.scale_rows == 1;
   const auto encode_weight = [&](CUtensorMap* map, const CodedWeight& weight) {
-    return encode_bytes(map, weight.data, p.k, p.n, p.k, Gemm::kHalfN);
+    const int64_t rows = experts.experts > 0 ? (experts.experts - 1) * experts.weight_rows + p.n : p.n;
+    return encode_bytes(map, weight.data, p.k, rows, p.k, Gemm::kHalfN);
   };
   const bool mapped =
       encode_bytes(&args.a, a.data, a.row_bytes, p.m, p.k, args.loaded_rows) && encode_weight(&args.weight, p.weight) &&
@@ -66,16 +68,17 @@ cudaError_t launch_sum(const CodedProblem& p, const CodedPlan& plan, const float
 
 template <typename Element>
 cudaError_t launch_of(const CodedProblem& p, const CodedPlan& plan, const ScaledRows& a, const ScaledRows& rounded,
-                      float* parts, const Gpu& gpu, cudaStream_t stream) {
-  if (p.gated()) return launch_gemm<ScaledGemm<Element, true>>(p, plan, a, rounded, parts, gpu, stream);
-  const cudaError_t error = launch_gemm<ScaledGemm<Element, false>>(p, plan, a, rounded, parts, gpu, stream);
+                      float* parts, const Gpu& gpu, cudaStream_t stream, const ScaledExperts& experts) {
+  if (p.gated()) return launch_gemm<ScaledGemm<Element, true>>(p, plan, a, rounded, parts, gpu, stream, experts);
+  const cudaError_t error = launch_gemm<ScaledGemm<Element, false>>(p, plan, a, rounded, parts, gpu, stream, experts);
   return error != cudaSuccess || plan.split == 1 ? error : launch_sum<Element>(p, plan, parts, stream);
 }
 
 template <typename Element>
-cudaError_t launch_rounding_of(const CodedProblem& p, const ScaledRows& rounded, cudaStream_t stream) {
+cudaError_t launch_rounding_of(const CodedProblem& p, const ScaledRows& rounded, cudaStream_t stream,
+                               const ScaledExperts& experts) {
   using R = Rounding;
-  const RoundArgs args{p.a, rounded, static_cast<int>(p.m), static_cast<int>(p.k)};
+  const RoundArgs args{p.a, rounded, static_cast<int>(p.m), static_cast<int>(p.k), experts.token_of_row, experts.count};
   const dim3 grid(ceil_div(p.m, R::kRows), ceil_div(ceil_div(p.k, kScaledGroup), R::kGroups));
   round_kernel<Element><<<grid, R::kThreads, 0, stream>>>(args);
   return cudaGetLastError();
@@ -84,14 +87,15 @@ cudaError_t launch_rounding_of(const CodedProblem& p, const ScaledRows& rounded,
 }  // namespace
 
 cudaError_t launch_scaled(const CodedProblem& p, const CodedPlan& plan, const ScaledRows& a, const ScaledRows& rounded,
-                          float* parts, const Gpu& gpu, cudaStream_t stream) {
-  return p.dtype == DType::kFloat16 ? launch_of<__half>(p, plan, a, rounded, parts, gpu, stream)
-                                    : launch_of<__nv_bfloat16>(p, plan, a, rounded, parts, gpu, stream);
+                          float* parts, const Gpu& gpu, cudaStream_t stream, const ScaledExperts& experts) {
+  return p.dtype == DType::kFloat16 ? launch_of<__half>(p, plan, a, rounded, parts, gpu, stream, experts)
+                                    : launch_of<__nv_bfloat16>(p, plan, a, rounded, parts, gpu, stream, experts);
 }
 
-cudaError_t launch_rounding(const CodedProblem& p, const ScaledRows& rounded, cudaStream_t stream) {
-  return p.dtype == DType::kFloat16 ? launch_rounding_of<__half>(p, rounded, stream)
-                                    : launch_rounding_of<__nv_bfloat16>(p, rounded, stream);
+cudaError_t launch_rounding(const CodedProblem& p, const ScaledRows& rounded, cudaStream_t stream,
+                            const ScaledExperts& experts) {
+  return p.dtype == DType::kFloat16 ? launch_rounding_of<__half>(p, rounded, stream, experts)
+                                    : launch_rounding_of<__nv_bfloat16>(p, rounded, stream, experts);
 }
 
 }  // namespace fused_mlp

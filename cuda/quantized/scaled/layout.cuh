@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../gemm/epilogue.cuh"
+#include "../../gemm/grouped.h"
 #include "../../gemm/tile_order.cuh"
 #include "../../overlap.cuh"
 #include "../../sm90/ptx.cuh"
@@ -23,7 +24,8 @@ struct ScaledArgs {
   int units_m, tiles_n;  // a unit is the rows of the CTAs that share weights
   int pair, split;
   int loaded_rows;  // of a tile; the rest of its places hold anything
-  bool by_rows;     // each weight row has a scale, which the sums are multiplied by at the end
+  ScaledExperts experts;
+  bool by_rows;  // each weight row has a scale, which the sums are multiplied by at the end
 };
 
 template <typename Element_, bool kGated_>
@@ -33,6 +35,7 @@ struct ScaledGemm {
   static constexpr Product kProduct = kGated ? Product::kGated : Product::kPlain;
   static constexpr int kWarpgroups = 2, kConsumers = kWarpgroups * 128, kThreads = kConsumers + 128;
   static constexpr int kTileM = kWarpgroups * 64, kHalfN = 128, kHalves = 2;
+  static_assert(kTileM == kScaledTile);
   static constexpr int kColumns = kGated ? kHalfN : kHalves * kHalfN;  // of the result
   static constexpr int kBlockK = kScaledGroup, kStages = 4;
   static constexpr int kSums = kHalfN / 2;  // of a thread, of 64 rows and a half's columns

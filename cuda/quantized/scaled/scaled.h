@@ -19,13 +19,27 @@ struct ScaledRows {
   int64_t row_bytes = 0, scale_stride = 0;
 };
 
+// Rows of several experts: sorted, so that every block of kScaledTile rows has those of one. Lists are those that a
+// RowSort writes; a problem's weights are those of the first expert, and its m the most rows that there can be.
+struct ScaledExperts {
+  int experts = 0;  // none where all rows have the same weights
+  const int* codes = nullptr;
+  const int* count = nullptr;
+  const int* token_of_row = nullptr;              // where rows of a are those of tokens
+  int64_t weight_rows = 0, scales_of_expert = 0;  // from an expert to the next one
+};
+
+constexpr int kScaledTile = 128;
+
 // Multiplies `a`, which stands for problem.a. The result is rounded to `rounded` where that has data, as x is, and else
 // goes to problem.out. Where the plan splits k, parts has room for [split, m, n] sums, and nothing is rounded. Starts
 // early behind the kernel that wrote a, which must be one of these.
 cudaError_t launch_scaled(const CodedProblem& problem, const CodedPlan& plan, const ScaledRows& a,
-                          const ScaledRows& rounded, float* parts, const Gpu& gpu, cudaStream_t stream);
+                          const ScaledRows& rounded, float* parts, const Gpu& gpu, cudaStream_t stream,
+                          const ScaledExperts& experts = {});
 
 // Rounds problem.a, whose data and stride are whole vectors of 16 bytes.
-cudaError_t launch_rounding(const CodedProblem& problem, const ScaledRows& rounded, cudaStream_t stream);
+cudaError_t launch_rounding(const CodedProblem& problem, const ScaledRows& rounded, cudaStream_t stream,
+                            const ScaledExperts& experts = {});
 
 }  // namespace fused_mlp

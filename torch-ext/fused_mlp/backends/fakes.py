@@ -157,4 +157,6 @@ _RESULTS = {  # and what checks the operands
     "quantized_decode": (lambda weight, layout, dtype: weight[0].new_empty(layout[:2], dtype=dtype), None),
     "quantized_linear": (lambda x, layout: x.new_empty((*x.shape[:-1], layout[0])), None),
     "quantized_mlp": (_quantized_mlp, None),
+    "quantized_experts": (lambda x, layouts: x.new_empty((x.shape[0], layouts[6])), None),
+    "decoded_experts": (lambda data, layout, dtype: data.new_empty(layout[:3], dtype=dtype), None),
 }

@@ -37,6 +37,8 @@ norm_backward = ops.norm_backward.default
 experts_mlp = ops.experts_mlp.default
 top_k_router = ops.top_k_router.default
 adapted_experts = ops.adapted_experts.default
+quantized_experts = ops.quantized_experts.default
+decoded_experts = ops.decoded_experts.default
 experts_training_forward = ops.experts_training_forward.default
 experts_training_backward = ops.experts_training_backward.default
 experts_training_backward_ = ops.experts_training_backward_.default
@@ -206,6 +208,11 @@ def plan_experts(
         return tuple(plans.Part(layer, "torch", refused) for layer in layers)
     record = ops.plan_experts.default(x, gate_up_weight, down_weight, top_k_index.shape[-1], transposed)
     return plans.parsed(record, layers)
+
+
+def plan_quantized_experts(x: Tensor, top_k: int, experts: int, rounds: bool) -> Tuple[plans.Part, ...]:
+    """The same for ``quantized_experts``."""
+    return plans.parsed(ops.plan_quantized_experts.default(x, top_k, experts, rounds), ("gate and up", "down"))
 
 
 def plan_quantized(layers: Sequence[str], x: Tensor, *rest: Any) -> Tuple[plans.Part, ...]:

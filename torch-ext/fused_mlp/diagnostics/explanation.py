@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, Iterator, Optional, Tuple, Union
 
 from torch import Tensor, nn
 
-from .. import adapters, calls, dispatch, experts, functional, layers, operands, quantized
+from .. import adapters, calls, dispatch, experts, functional, layers, operands
 from ..activations import get_activation
 from ..adapters import Adapter, Layer, Layers
 from ..autograd import training
@@ -21,6 +21,8 @@ from ..models.outcome import Outcome
 from ..models.parts.recognition import activation_of
 from ..models.reading.attributes import attribute_of, children_of, method_in, modules_of, state_of
 from ..models.running import normed
+from ..quantized import experts as quantized_experts
+from ..quantized import weights as quantized
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,10 @@ def _explain_experts(
     activation: Optional[str], gate_up_adapter: Optional[Adapter], down_adapter: Optional[Adapter], **given: Any
 ) -> Explanation:
     form = experts.Form(get_activation(activation).code, *list(given.values())[7:])
+    if quantized_experts.is_any(given["gate_up_weight"], given["down_weight"]):
+        operands_given = tuple(given.values())[:7]
+        found = quantized_experts.explained(operands_given, form, (gate_up_adapter, down_adapter))
+        return Explanation("experts_mlp", *found)
     operands.check_experts_mlp(**given)
     x, gate_up_weight, down_weight = (given[name] for name in ("x", "gate_up_weight", "down_weight"))
     flat = [given[name].reshape(-1, given[name].shape[-1]) for name in ("x", "top_k_index", "top_k_weights")]

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .. import dispatch, quantized
+from .. import dispatch
 from ..adapters import DROPS, Layer
 from ..autograd import training
 from ..backends import reference
+from ..quantized import weights as quantized
 from .experts import mixtures, routers, wrappers
 from .parts import adapters, norms, recognition, refusals
 from .reading.attributes import attribute_of, of_call
@@ -157,7 +158,8 @@ def of_experts(module: nn.Module, asked: Optional[str] = None) -> Outcome:
     """The outcome of a module of experts: full if its forward, which checks at each call, calls ``experts_mlp``."""
     refusal = mixtures.refusal(module, asked)
     if refusal is None:
-        return Outcome(FULL, (), _UNTRAINED_EXPERTS if mixtures.trains_as_written(module) else _EXPERTS)
+        pattern = _UNTRAINED_EXPERTS if mixtures.trains_as_written(module) else _EXPERTS
+        return Outcome(FULL, (), f"{pattern}{mixtures.words_of(module)}")
     return Outcome(NONE, (Reason(OWN_WAY, "", refusal),), _EXPERTS)
 
 

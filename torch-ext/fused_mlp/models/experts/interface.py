@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import sys
 from types import CodeType, FunctionType
@@ -19,11 +20,12 @@ NAME = "fused_mlp"
 SET_TO = "_experts_implementation_internal"  # where a configuration holds the name of the implementation
 
 _MODULE = "transformers.integrations.moe"
+_FP8_MODULE, _FP8_TABLE = "transformers.integrations.finegrained_fp8", "ALL_FP8_EXPERTS_FUNCTIONS"
 PRODUCTS = ("batched_mm", "grouped_mm")  # transformers' own, of which one runs unless asked for another
 
 
-def functions() -> Any:
-    """The interface's table of functions, with transformers imported.
+def tables() -> List[Any]:
+    """The interface's tables of functions, that of weights in FP8 too where there is one, with transformers imported.
 
     Raises ImportError where it is not there, or has none.
     """
@@ -32,12 +34,15 @@ def functions() -> Any:
     except ImportError as error:
         raise ImportError(f"register_experts needs transformers, which cannot be imported: {error}") from error
     try:
-        return importlib.import_module(_MODULE).ALL_EXPERTS_FUNCTIONS
+        plain = importlib.import_module(_MODULE).ALL_EXPERTS_FUNCTIONS
     except (ImportError, AttributeError) as error:
         raise ImportError(
             f"register_experts needs transformers 5.0 or later, whose experts have an interface; this is "
             f"{transformers.__version__}"
         ) from error
+    of_fp8 = importlib.import_module(_FP8_MODULE) if importlib.util.find_spec(_FP8_MODULE) is not None else None
+    in_fp8 = getattr(of_fp8, _FP8_TABLE, None)
+    return [plain] if in_fp8 is None else [plain, in_fp8]
 
 
 def constant(function: FunctionType) -> FunctionType:
@@ -82,7 +87,15 @@ def is_own(name: str, method: FunctionType) -> bool:
     function = None if table is None else table.get(name)
     if name == NAME:
         return getattr(function, "__module__", "").startswith(f"{__package__}.")
-    return name in PRODUCTS and function is getattr(sys.modules.get(_MODULE), f"{name}_experts_forward", None)
+    return name in PRODUCTS and function is _product(name, table)
+
+
+def _product(name: str, table: Any) -> Optional[FunctionType]:
+    """transformers' own function of products under a name, that of weights in FP8 where the table is theirs."""
+    in_fp8 = sys.modules.get(_FP8_MODULE)
+    if table is not None and table is getattr(in_fp8, _FP8_TABLE, None):
+        return getattr(in_fp8, f"fp8_{name}_experts_forward", None)
+    return getattr(sys.modules.get(_MODULE), f"{name}_experts_forward", None)
 
 
 def decided_by(way: Optional[str], method: FunctionType) -> Optional[List[Tuple[Dict[str, Any], str]]]:
@@ -101,7 +114,7 @@ def decided_by(way: Optional[str], method: FunctionType) -> Optional[List[Tuple[
 def fallback(method: FunctionType, x: Any) -> FunctionType:
     """The function that computes the experts of a class with this method where ``experts_mlp`` does not."""
     if x.dtype in (torch.float32, torch.float16, torch.bfloat16):
-        return sys.modules[_MODULE].grouped_mm_experts_forward
+        return _product("grouped_mm", _table_of(method))
     return original_of(method)
 
 

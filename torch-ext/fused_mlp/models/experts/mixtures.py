@@ -19,13 +19,14 @@ from ... import calls, dispatch
 from ...autograd import training
 from ...backends import native, reference
 from ...experts import NO_ADAPTERS, Adapters
+from ...quantized import experts as quantized_experts
 from ..methods import switching
 from ..parts import refusals
 from ..proving.mixtures import SKIPS_ALL
 from ..reading.attributes import as_written, of_call, written
 from ..reading.source import remembered
 from ..running import shortcut
-from . import cached, interface, proofs
+from . import cached, interface, proofs, quantized
 from .proofs import Experts, Unknown
 
 _is_compiling = torch.compiler.is_compiling
@@ -131,7 +132,8 @@ def register_experts() -> None:
     Raises:
         ImportError: transformers is not there, or has no such interface.
     """
-    interface.functions().register(interface.NAME, registered)
+    for table in interface.tables():
+        table.register(interface.NAME, registered)
 
 
 def with_adapters(
@@ -159,13 +161,28 @@ def refusal(module: nn.Module, asked: Optional[str] = None, adapted: bool = Fals
     if isinstance(found, Unknown):
         return found.reason
     tensors, way = proofs.tensors_of(module, found.weights), _way(module)
+    if quantized.is_read(module):
+        reason = "adapters beside weights in FP8" if adapted else _of_module(module, found, tensors, way)
+        is_asked = (asked or way) == interface.NAME and tensors[0].is_cpu
+        stacks = quantized.stacks_of(module, found.weights)
+        return reason or (None if is_asked else quantized.device_refusal(stacks, found.form))
     of_adapters = _of_adapters(tensors[0]) if adapted else None
     return _of_module(module, found, tensors, way) or _of_device(tensors[0], asked or way) or of_adapters
 
 
 def trains_as_written(module: nn.Module) -> bool:
     """True if a module of experts that can be fused runs its original forward under autograd, as on a CPU."""
-    return proofs.tensors_of(module, proofs.of(module).weights)[0].is_cpu
+    return quantized.is_read(module) or proofs.tensors_of(module, proofs.of(module).weights)[0].is_cpu
+
+
+def are_quantized(module: nn.Module) -> bool:
+    """True for experts whose weights in FP8 are read."""
+    return quantized.is_read(module)
+
+
+def words_of(module: nn.Module) -> str:
+    """The words for the format of a module's weights, behind the pattern of experts."""
+    return quantized.words_of(module)
 
 
 def _fused(
@@ -191,6 +208,9 @@ def _fused(
     if type(found) is not Experts:
         return None
     tensors = proofs.tensors_of(module, found.weights)
+    if quantized.is_read(module):
+        is_left = follows or is_adapted or proof is None
+        return None if is_left else _of_codes(module, found, tensors, x, index, weights, asked or way)
     if _of_module(module, found, tensors, way) is not None or _of_call(x, index, weights, tensors[0]) is not None:
         return None
     if follows and not is_adapted and not all(tensor is None or tensor.requires_grad for tensor in tensors):
@@ -208,6 +228,33 @@ def _fused(
     if result is not None and proof is not None and (is_adapted or not follows):
         cached.store(module, proof, last, x, index)
     return result
+
+
+def _of_codes(
+    module: nn.Module,
+    found: Experts,
+    tensors: Tuple[Optional[Tensor], ...],
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    way: str,
+) -> Optional[Tensor]:
+    """The output of experts with weights in FP8; None where transformers' own products are to run.
+
+    Those round x to FP8, and were not measured: of many rows, which arithmetic bounds, they are left. On a CPU there
+    are none: where this package is asked for, it decodes.
+    """
+    if _of_module(module, found, tensors, way) is not None or _of_kind(x, index, weights, tensors[0]) is not None:
+        return None
+    given = (x, index, weights, *quantized.stacks_of(module, found.weights), None, None)
+    last = _last_index(module, found, way)
+    if last is not None and not cached.are_experts(index, last):
+        return None
+    is_asked = dispatch.is_forced() or (way == interface.NAME and x.is_cpu)
+    has_many_rows = index.numel() > quantized_experts.MOST_ROWS["fp8"] * found.experts
+    if not is_asked and (has_many_rows or quantized_experts.refusal(given, found.form) is not None):
+        return None
+    return quantized_experts.computed(given, found.form)
 
 
 def _last_index(module: nn.Module, found: Experts, way: str) -> Optional[int]:
@@ -239,15 +286,10 @@ def _of_module(module: nn.Module, found: Experts, tensors: Tuple[Optional[Tensor
     if around is not None:
         return around
     up = tensors[0]
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        if type(tensor) not in _PLAIN:
-            return f"a weight of type {type(tensor).__name__}"
-        if tensor.layout is not torch.strided:
-            return f"a weight of {tensor.layout}"
-        if tensor.dtype not in _DTYPES or tensor.dtype != up.dtype:
-            return f"a weight of {tensor.dtype}"
+    is_read = quantized.is_read(module)
+    reason = quantized.refusal(module, found.weights) if is_read else _of_weights(tensors)
+    if reason is not None:
+        return reason
     number = module.__dict__.get("num_experts", found.experts)
     if up.shape[0] != found.experts or number != found.experts:
         return f"weights of {up.shape[0]} experts, not of {number}"
@@ -258,6 +300,19 @@ def _of_module(module: nn.Module, found: Experts, tensors: Tuple[Optional[Tensor
             return "a loop of its own that computes in float32"
     elif not interface.is_own(way, proofs.method_of(module)):
         return f"experts_implementation {way!r}"
+    return None
+
+
+def _of_weights(tensors: Tuple[Optional[Tensor], ...]) -> Optional[str]:
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if type(tensor) not in _PLAIN:
+            return f"a weight of type {type(tensor).__name__}"
+        if tensor.layout is not torch.strided:
+            return f"a weight of {tensor.layout}"
+        if tensor.dtype not in _DTYPES or tensor.dtype != tensors[0].dtype:
+            return f"a weight of {tensor.dtype}"
     return None
 
 
@@ -284,9 +339,14 @@ def _are_products(way: str) -> bool:
 
 def _of_call(x: Any, index: Any, weights: Any, up: Tensor) -> Optional[str]:
     """The reason why ``experts_mlp`` cannot compute a call; None if it can."""
+    return "operands of another kind" if x.dtype != up.dtype else _of_kind(x, index, weights, up)
+
+
+def _of_kind(x: Any, index: Any, weights: Any, up: Tensor) -> Optional[str]:
+    """The same, whatever the dtype of x is."""
     for tensor in (x, index, weights):
         if type(tensor) not in _PLAIN or tensor.dim() != 2 or tensor.device != up.device:
             return "operands of another kind"
-    if x.dtype != up.dtype or not (x.is_cpu or x.is_cuda):
+    if not (x.is_cpu or x.is_cuda):
         return "operands of another kind"
     return "autocast" if calls.autocasts(x) else calls._ambient_reason()

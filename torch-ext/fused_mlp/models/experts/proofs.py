@@ -7,6 +7,7 @@ be the sum that ``experts_mlp`` computes is left.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from dataclasses import dataclass
@@ -20,10 +21,10 @@ from torch.nn.parameter import is_lazy
 from ...experts import Form
 from ..proving import mixtures as reading
 from ..proving.evaluation import Evaluation
-from ..proving.mixtures import SKIPS_NONE, Loop, Sizes
+from ..proving.mixtures import SKIPS_NONE, SKIPS_ONE, Loop, Sizes
 from ..proving.values import MISSING, PLAIN, Bound, NotProved, Proof, Proofs
 from ..reading.attributes import class_of
-from . import interface
+from . import interface, quantized
 
 
 class Weights(NamedTuple):
@@ -206,6 +207,8 @@ _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_
 def _proved(module: nn.Module) -> Proof:
     method = method_of(module)
     own = interface.original_of(method)
+    if type(module).__name__ == "Mxfp4GptOssExperts":
+        return Proof(Unknown("weights of MXFP4 in the layout of triton_kernels"), ())
     if any(parameter is not None and is_lazy(parameter) for parameter in module._parameters.values()):
         return Proof(Unknown("weights that are not made yet"), ())
     evaluation = Evaluation(module, decide=Sizes(module).decide)
@@ -248,6 +251,8 @@ def _of_decorated(module: nn.Module, own: FunctionType, evaluation: Evaluation) 
         return Proof(Unknown(reason), evaluation.dependencies)
     form = form._replace(transposed=flags["is_transposed"])
     experts = Experts(weights, form, module_shape(module, up)[0], "it computes something else")
+    if quantized.is_read(module):
+        return Proof(dataclasses.replace(experts, other_loop=None, skips=SKIPS_ONE), evaluation.dependencies)
     of_loop = Evaluation(module, reading.keeps_norm(weights.norm), Sizes(module).decide)
     try:
         loop = _loop(module, own, of_loop)

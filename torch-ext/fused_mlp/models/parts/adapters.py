@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ... import dispatch
 from ...adapters import DROPS, Adapter, Layer
 from ...operands import is_narrowed
-from ...quantized import QuantizedWeight
+from ...quantized.weights import QuantizedWeight
 from ..reading import source
 from ..reading.attributes import are_unchanged, of_call
 from . import quantized, refusals

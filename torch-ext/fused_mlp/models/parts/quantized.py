@@ -17,9 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ... import dispatch, quantized
+from ... import dispatch
 from ...adapters import Layer
 from ...backends import native
+from ...quantized import weights as quantized
 from ..reading.attributes import are_unchanged, of_call
 from ..reading.source import codes_of, digest
 

@@ -504,7 +504,7 @@ class Evaluation:
     def _compared(self, node: ast.Compare, left: Value, right: Value) -> Value:
         op = node.ops[0]
         if isinstance(op, (ast.Is, ast.IsNot)):
-            if (isinstance(left, Node) and right is not None) or type(left) in (int, float, str):
+            if right is not None and (isinstance(left, Node) or type(left) in (int, float, str)):
                 raise _unknown(node)
             same = left is right or (isinstance(left, Held) and left.value is right)
             return same == isinstance(op, ast.Is)

@@ -14,11 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ... import calls, dispatch, quantized
+from ... import calls, dispatch
 from ...activations import Activation
 from ...adapters import Layer, Layers, in_one_op
 from ...operands import autocasts, halves
-from ...quantized import QuantizedWeight
+from ...quantized import weights as quantized
+from ...quantized.weights import QuantizedWeight
 from ..matching.pattern import Pattern
 from ..parts import adapters, refusals
 from ..reading.attributes import attribute_of, of_call

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from . import calls, dispatch
-from .activations import get_activation
-from .autograd import training
-from .backends import native, reference
-from .operands import OperandTypeError, OperandValueError, shape_of
+from .. import calls, dispatch
+from ..activations import get_activation
+from ..autograd import training
+from ..backends import native, reference
+from ..operands import OperandTypeError, OperandValueError, shape_of
 
 # The values of a format of four bits, by their codes. Those of NF4 are quantiles of a normal distribution; those of FP4
 # have a sign, two bits of exponent and one of mantissa.

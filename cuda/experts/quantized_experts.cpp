@@ -1,0 +1,283 @@
+// The experts of a mixture with quantised weights on a GPU: two grouped GEMMs that read codes, and a weighted sum. Rows
+// are sorted by lists alone: the first layer takes those of tokens from where they lie.
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <bit>
+#include <string>
+
+#include "../../torch-ext/operands/activation.h"
+#include "../../torch-ext/operands/operands.h"
+#include "../../torch-ext/ops/plan.h"
+#include "../gemm/choice/usual.h"
+#include "../quantized/grouped/decode_stack.h"
+#include "../quantized/grouped/grouped.h"
+#include "../quantized/scaled/rounded_rows.h"
+#include "expert_operands.h"
+
+namespace fused_mlp {
+
+using torch::stable::accelerator::DeviceGuard;
+
+namespace {
+
+// Weights [experts, rows, k] as they are given: codes, scales, and of FP8 the rows and columns of a block.
+struct GivenStack {
+  const Tensor &data, &scales;
+  int64_t experts, rows, k, block_rows, block;
+
+  // `layout` is that of torch_binding.h.
+  GivenStack(const Tensor& data, const Tensor& scales, const std::vector<int64_t>& layout, size_t first)
+      : data(data),
+        scales(scales),
+        experts(layout.at(first)),
+        rows(layout.at(first + 1)),
+        k(layout.at(first + 2)),
+        block_rows(layout.at(first + 3)),
+        block(layout.at(first + 4)) {
+    STD_TORCH_CHECK(experts > 0 && rows >= 0 && k >= 0 && block_rows > 0 && block > 0 && (fp8() || block == kMxBlock),
+                    "layout must be [experts, out, in, block_rows, block], blocks positive");
+    STD_TORCH_CHECK(fp8() || k % kMxBlock == 0, "inputs of MXFP4 must be a multiple of ", kMxBlock);
+    check(data, fp8() ? ScalarType::Float8_e4m3fn : ScalarType::Byte, experts * rows * k / (fp8() ? 1 : 2), "data");
+    check(scales, fp8() ? ScalarType::Float : ScalarType::Byte, experts * scales_of_expert(), "scales");
+  }
+
+  bool fp8() const { return data.scalar_type() == ScalarType::Float8_e4m3fn; }
+  int64_t scales_of_row() const { return ceil_div(k, block); }
+  int64_t scales_of_expert() const { return ceil_div(rows, block_rows) * scales_of_row(); }
+
+  CodedStack coded() const {
+    const auto blocks = static_cast<uint64_t>(block / kCodedBlock);
+    const bool whole = block >= k;
+    const bool power = whole || (block % kCodedBlock == 0 && std::has_single_bit(blocks));
+    STD_TORCH_CHECK(!fp8() || power, "blocks must have a power of two of columns from ", kCodedBlock, " on, or all");
+    STD_TORCH_CHECK(k > 0 && k % kCodedBlock == 0, "inputs must be a multiple of ", kCodedBlock);
+    STD_TORCH_CHECK(aligned(data) && reinterpret_cast<uintptr_t>(scales.const_data_ptr()) % 4 == 0,
+                    "quantised weights must be aligned");
+    constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+    STD_TORCH_CHECK(rows * k < kMost && experts * scales_of_expert() < kMost, "quantised weights are too large");
+    return {fp8() ? StackCoding::kFp8 : StackCoding::kMxfp4,
+            static_cast<const uint8_t*>(data.const_data_ptr()),
+            scales.const_data_ptr(),
+            rows,
+            scales_of_expert(),
+            scales_of_row(),
+            static_cast<int>(std::min(block_rows, rows)),
+            !fp8() || whole ? 31 : std::countr_zero(blocks)};
+  }
+
+ private:
+  static void check(const Tensor& tensor, ScalarType dtype, int64_t elements, const char* name) {
+    STD_TORCH_CHECK(tensor.scalar_type() == dtype && tensor.is_contiguous() && tensor.numel() == elements, name,
+                    " of quantised weights must be ", elements, " adjacent elements of the dtype of its format");
+  }
+};
+
+constexpr size_t kLayout = 5;  // numbers of a stack's
+
+// A layer of `parts` matrices, whose features are one after the other or in turns.
+CodedExperts layer_of(const GivenStack& weight, const OptionalTensor& bias, int parts, bool in_turns,
+                      const Routes& routes, int slots_of_row) {
+  CodedExperts made{};
+  made.weight = weight.coded();
+  made.gated = parts == 2;
+  GroupedProblem& p = made.layer;
+  const int64_t n = weight.rows / parts;
+  STD_TORCH_CHECK(weight.rows % parts == 0 && n > 0 && n % 8 == 0, "features must be multiples of 8");
+  p.gemm = {.m = routes.slots(), .n = n, .k = weight.k, .dtype = DType::kBFloat16};
+  p.gemm.out.row_stride = n;
+  p.routes = routes;
+  p.slots_of_row = slots_of_row;
+  p.interleaved = in_turns;
+  p.limits = {std::numeric_limits<float>::infinity(), 0.0f};
+  if (!bias) return made;
+  const ScalarType type = bias->scalar_type();
+  STD_TORCH_CHECK((type == ScalarType::Float || type == ScalarType::BFloat16) && bias->dim() == 2 &&
+                      bias->size(0) == weight.experts && bias->size(1) == weight.rows &&
+                      bias->device() == weight.data.device(),
+                  "biases must be [experts, out], in the dtype of x or in float32, on its device");
+  made.float_bias = type == ScalarType::Float;
+  p.bias_stride = bias->stride(0);
+  p.bias_step = bias->stride(1) * (in_turns ? parts : 1);
+  const auto* const first = static_cast<const char*>(bias->const_data_ptr());
+  p.gemm.epilogue.bias = first;
+  if (parts == 2) {
+    p.gemm.epilogue.up_bias = first + (in_turns ? 1 : n) * bias->stride(1) * (made.float_bias ? 4 : 2);
+  }
+  return made;
+}
+
+// A layer for kernels that round rows to e4m3. Its weights have one scale for a block of 128 x 128 at least.
+CodedProblem scaled_layer_of(const GivenStack& weight, int parts, int64_t rows) {
+  const CodedStack coded = weight.coded();
+  const int64_t n = weight.rows / parts;
+  const bool whole = coded.scale_rows % kScaledTile == 0 || coded.scale_rows >= weight.rows;
+  STD_TORCH_CHECK(weight.fp8() && whole && kCodedBlock << std::min(coded.scale_shift, 16) >= kScaledGroup &&
+                      (parts == 1 || n % coded.scale_rows == 0 || coded.scale_rows >= weight.rows),
+                  "rows are rounded for weights of FP8 in blocks of multiples of ", kScaledTile, " x ", kScaledGroup);
+  STD_TORCH_CHECK(weight.rows % parts == 0 && n > 0 && n % 8 == 0, "features must be multiples of 8");
+  const auto* const scales = static_cast<const float*>(coded.scales);
+  CodedProblem p{};
+  p.coding = Coding::kFp8;
+  p.weight = {coded.data, nullptr, scales, coded.scale_stride, coded.scale_rows, coded.scale_shift};
+  if (parts == 2) {
+    p.up_weight = p.weight;
+    p.up_weight.data += n * weight.k;
+    p.up_weight.scales += n / coded.scale_rows * coded.scale_stride;
+  }
+  p.m = rows;
+  p.n = n;
+  p.k = weight.k;
+  p.dtype = DType::kBFloat16;
+  p.epilogue.activation = static_cast<int64_t>(Activation::kLinear);
+  return p;
+}
+
+// Both layers over sorted rows in blocks of kScaledTile: rows of x, and hidden values, are rounded to e4m3.
+void multiply_scaled(const TensorRows& x, const RowSort& sort, int64_t sorted_rows, const GivenStack& gate_up,
+                     const GivenStack& down, int parts, int64_t activation, void* results, const Gpu& device,
+                     cudaStream_t stream) {
+  CodedProblem first = scaled_layer_of(gate_up, parts, sorted_rows), second = scaled_layer_of(down, 1, sorted_rows);
+  const auto experts_of = [&](const GivenStack& weight) {
+    return ScaledExperts{static_cast<int>(weight.experts), sort.codes, sort.count, nullptr, weight.rows,
+                         weight.scales_of_expert()};
+  };
+  ScaledExperts of_first = experts_of(gate_up);
+  of_first.token_of_row = sort.token_of_row;
+  first.a = matrix(x);
+  first.epilogue.activation = activation;
+  second.out = {results, second.n};
+  const CodedPlan plan{CodedLoop::kScaled, kScaledTile, 2, 1, {}, 1};
+  const RoundedRows rows(first, stream, of_first), hidden(sorted_rows, first.n);
+  check(launch_scaled(first, plan, rows.rows(), hidden.rows(), nullptr, device, stream, of_first));
+  check(launch_scaled(second, plan, hidden.rows(), {}, nullptr, device, stream, experts_of(down)));
+}
+
+}  // namespace
+
+Tensor quantized_experts(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights, const Tensor& gate_up,
+                         const Tensor& gate_up_scales, const Tensor& down, const Tensor& down_scales,
+                         const std::vector<int64_t>& layouts, const OptionalTensor& gate_up_bias,
+                         const OptionalTensor& down_bias, int64_t activation, bool gated, bool interleaved,
+                         std::optional<double> limit, double up_offset, bool rounds) {
+  check_activation(activation);
+  STD_TORCH_CHECK(layouts.size() == 2 * kLayout, "layouts must have ", kLayout, " numbers of each weight");
+  const GivenStack first_weight(gate_up, gate_up_scales, layouts, 0),
+      second_weight(down, down_scales, layouts, kLayout);
+  const int64_t hidden = first_weight.rows / (gated ? 2 : 1);
+  STD_TORCH_CHECK(x.dim() == 2 && x.scalar_type() == ScalarType::BFloat16 && x.size(1) == first_weight.k,
+                  "x must be [tokens, in] in bfloat16, in being ", first_weight.k);
+  STD_TORCH_CHECK(top_k_index.dim() == 2 && top_k_index.size(0) == x.size(0) && top_k_weights.dim() == 2 &&
+                      top_k_weights.size(0) == x.size(0) && top_k_weights.size(1) == top_k_index.size(1),
+                  "top_k_index and top_k_weights must be [tokens, k]");
+  STD_TORCH_CHECK(second_weight.k == hidden && second_weight.experts == first_weight.experts,
+                  "down must be [experts, out, hidden] to fit gate_up");
+  for (const Tensor* each : {&top_k_index, &top_k_weights, &gate_up, &gate_up_scales, &down, &down_scales}) {
+    STD_TORCH_CHECK(each->device() == x.device(), "all operands must be on the device of x");
+  }
+  check_size(top_k_index.numel(), first_weight.experts);
+  const DeviceGuard device_guard(x.get_device_index());
+  const Gpu& device = gpu(x.get_device_index());
+  const Tensor index = torch::stable::contiguous(top_k_index), weights = torch::stable::contiguous(top_k_weights);
+  const Routes routes = routes_of(index, first_weight.experts);
+  const Tensor out = new_dense(x, {x.size(0), second_weight.rows});
+  if (out.numel() == 0) return out;
+  const TensorRows rows = addressable_rows(x);
+  const cudaStream_t stream = current_stream(x);
+  GroupedPlan plan = plan_stack(routes);
+  if (rounds) {
+    STD_TORCH_CHECK(device.major == 9 && device.minor == 0, "rows are rounded on Hopper GPUs alone");
+    STD_TORCH_CHECK(!gate_up_bias && !down_bias && !limit && up_offset == 0.0 && !interleaved,
+                    "rows are rounded for experts without biases, limits and alternating gates and ups");
+    plan = {MainLoop::kTiled, true, kScaledTile, row_tiles(routes, kScaledTile), 1};
+    plan.sorted_rows = plan.row_tiles * kScaledTile;
+  }
+  const int64_t slots = plan.sorts ? plan.sorted_rows : routes.slots();
+  const Tensor results = new_dense(x, {slots, second_weight.rows});
+  RowSort sort{routes, matrix(rows), rows.cols, rounds ? kScaledTile : kFittedStep};
+  sort.tile_rows = plan.rows;
+  const int64_t of_tile = rounds ? sizeof(int) : sizeof(FittedTile);
+  const int64_t list_bytes = plan.row_tiles * of_tile + (1 + routes.slots() + slots) * int64_t{sizeof(int)};
+  const Scratch lists(plan.sorts ? list_bytes : 0);
+  if (plan.sorts) {
+    auto* const tiles = static_cast<char*>(lists.data());
+    int* const count = reinterpret_cast<int*>(tiles + plan.row_tiles * of_tile);
+    if (rounds) {
+      sort.codes = reinterpret_cast<int*>(tiles);
+      sort.count = count;
+    } else {
+      sort.tiles = reinterpret_cast<FittedTile*>(tiles);
+      sort.tile_count = count;
+    }
+    sort.row_of_slot = count + 1;
+    sort.token_of_row = sort.row_of_slot + routes.slots();
+    check(launch_row_sort(sort, device, stream));
+  }
+  const int parts = gated ? 2 : 1;
+  if (rounds) {
+    multiply_scaled(rows, sort, slots, first_weight, second_weight, parts, activation, results.mutable_data_ptr(),
+                    device, stream);
+  } else if (routes.slots() > 0) {
+    const Tensor hidden_rows = new_dense(x, {slots, hidden});
+    CodedExperts first = layer_of(first_weight, gate_up_bias, parts, interleaved, routes, routes.top_k);
+    CodedExperts second = layer_of(second_weight, down_bias, 1, false, routes, 1);
+    for (CodedExperts* layer : {&first, &second}) layer->layer.fitted = {sort.tiles, sort.tile_count};
+    if (plan.sorts) first.layer.gather = {matrix(rows), rows.cols, sort.token_of_row};
+    if (limit) first.layer.limits.limit = static_cast<float>(*limit);
+    first.layer.limits.up_offset = static_cast<float>(up_offset);
+    first.layer.gemm.a = matrix(rows);
+    first.layer.gemm.epilogue.activation = activation;
+    first.layer.gemm.out.data = hidden_rows.mutable_data_ptr();
+    second.layer.gemm.a = {hidden_rows.mutable_data_ptr(), hidden};
+    second.layer.gemm.epilogue.activation = static_cast<int64_t>(Activation::kLinear);
+    second.layer.gemm.out.data = results.mutable_data_ptr();
+    second.layer.gemm.ctas_before = device.multiprocessors;
+    check(launch_stack(first, plan, device, stream));
+    check(launch_stack(second, plan, device, stream));
+  }
+  const WeightedSum sum{routes,
+                        results.const_data_ptr(),
+                        sort.row_of_slot,
+                        weights.const_data_ptr(),
+                        weight_type(weights),
+                        out.mutable_data_ptr(),
+                        static_cast<int>(second_weight.rows),
+                        DType::kBFloat16};
+  check(launch_sum(sum, device, stream));
+  return out;
+}
+
+Tensor decoded_experts(const Tensor& data, const Tensor& scales, const std::vector<int64_t>& layout,
+                       torch::headeronly::ScalarType dtype) {
+  STD_TORCH_CHECK(layout.size() == kLayout, "layout must have ", kLayout, " numbers");
+  const GivenStack given(data, scales, layout, 0);
+  const DeviceGuard device_guard(data.get_device_index());
+  const std::vector<int64_t> sizes{given.experts, given.rows, given.k};
+  const Tensor out = new_dense(data, sizes, dtype);
+  const StackElements elements{given.fp8() ? StackCoding::kFp8 : StackCoding::kMxfp4,
+                               static_cast<const uint8_t*>(data.const_data_ptr()),
+                               scales.const_data_ptr(),
+                               given.experts,
+                               given.rows,
+                               given.k,
+                               given.block_rows,
+                               given.block};
+  check(launch_decode(elements, out.mutable_data_ptr(), dtype_of(out, "dtype"), current_stream(out)));
+  return out;
+}
+
+std::string plan_quantized_experts(const Tensor& x, int64_t top_k, int64_t experts, bool rounds) {
+  STD_TORCH_CHECK(x.dim() == 2 && top_k > 0 && x.size(0) > 0, "operands must be those of a call");
+  check_size(x.size(0) * top_k, experts);
+  const Routes routes{nullptr, 8, static_cast<int>(x.size(0)), static_cast<int>(top_k), static_cast<int>(experts)};
+  PlanRecord record;
+  const GroupedPlan plan = plan_stack(routes);
+  for (int layer = 0; layer < 2; ++layer) {
+    record.layer().set("implementation", "quantized").set("kernel", rounds ? "scaled" : "streamed");
+    record.set("block_m", rounds ? kScaledTile : plan.rows);
+    record.set("split_k", 1);
+  }
+  return record.text();
+}
+
+}  // namespace fused_mlp

@@ -1,0 +1,99 @@
+// How a lane decodes 16 codes of a block of 64 in registers, and which elements of k these are.
+#pragma once
+
+#include "../decode/fp8.cuh"
+#include "problem.h"
+
+namespace fused_mlp {
+
+template <typename Element, StackCoding kCoding>
+struct StackDecoder;
+
+// 16 adjacent values, which one scale belongs to: sums of codes are multiplied by it.
+template <typename Element>
+struct StackDecoder<Element, StackCoding::kFp8> {
+  static constexpr bool kScalesSums = true;
+  static constexpr float kUnscale = 1.0f;  // what sums are multiplied by at the end
+  using RawScales = float;
+
+  // The first of the eight elements of a that belong to the lane's first or second half of codes.
+  static __device__ __forceinline__ int element(int quarter, int half) { return 16 * quarter + 8 * half; }
+  // Pieces of 16 bytes change places, so that those that are read at a time lie in distinct banks.
+  template <int kPieces>
+  static __device__ __forceinline__ int swizzled(int row, int piece) {
+    static_assert(kPieces % 8 == 0);
+    return piece ^ row % 2 * 4;
+  }
+  static __device__ __forceinline__ int swizzled_tokens(int row, int piece) { return piece ^ row % 2; }
+
+  template <int kPieces>
+  static __device__ __forceinline__ void decode(uint32_t (&pairs)[8], const uint8_t* codes, int row, int block,
+                                                int quarter, RawScales) {
+    Fp8Decoder<Element>::decode_16(pairs, nullptr, codes + swizzled<kPieces>(row, block * 4 + quarter) * 16);
+  }
+  static __device__ __forceinline__ void order(uint32_t (&)[4]) {}
+  static __device__ __forceinline__ RawScales load(const CodedStack& weight, int at, int block) {
+    return __ldg(static_cast<const float*>(weight.scales) + at + (block >> weight.scale_shift));
+  }
+};
+
+// Eight adjacent values of either half of the block, each of which has a scale: codes are multiplied by it, which is
+// exact in bfloat16 for scales of 2^-100 to 2^33. What is smaller loses bits, and what is larger counts as infinite.
+template <>
+struct StackDecoder<__nv_bfloat16, StackCoding::kMxfp4> {
+  static constexpr bool kScalesSums = false;
+  static constexpr float kUnscale = 4294967296.0f;  // so much smaller are scales in registers
+  using RawScales = uint32_t;
+
+  static __device__ __forceinline__ int element(int quarter, int half) { return kMxBlock * half + 8 * quarter; }
+  template <int kPieces>
+  static __device__ __forceinline__ int swizzled(int row, int piece) {
+    static_assert(kPieces == 4 || kPieces % 8 == 0);
+    return piece ^ (kPieces == 4 ? row / 2 % 4 : row % 8);
+  }
+  static __device__ __forceinline__ int swizzled_tokens(int row, int piece) { return piece ^ row % 2 * 4; }
+
+  template <int kPieces>
+  static __device__ __forceinline__ void decode(uint32_t (&pairs)[8], const uint8_t* codes, int row, int block,
+                                                int quarter, RawScales raw) {
+    // Both exponents, whose bias is that of bfloat16: less 32, and what the bits of codes lack.
+    const uint32_t exponents = __vminu2(__byte_perm(raw, 0, 0x4140) + 0x005E005Eu, 0x00FF00FFu) << 7;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t scales = __byte_perm(exponents, 0, half == 0 ? 0x1010 : 0x3232);
+      const uint8_t* const piece = codes + swizzled<kPieces>(row, block * 2 + half) * 16;
+      const uint32_t word = *reinterpret_cast<const uint32_t*>(piece + quarter * 4);
+      decode_pairs(pairs + half * 4, word, scales);
+      decode_pairs(pairs + half * 4 + 2, word >> 8, scales);
+    }
+  }
+
+  // Elements of a in the order in which codes are decoded.
+  static __device__ __forceinline__ void order(uint32_t (&pairs)[4]) {
+    const uint32_t first[4] = {pairs[0], pairs[1], pairs[2], pairs[3]};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      pairs[2 * i] = __byte_perm(first[i], first[i + 2], 0x5410);
+      pairs[2 * i + 1] = __byte_perm(first[i], first[i + 2], 0x7632);
+    }
+  }
+  static __device__ __forceinline__ RawScales load(const CodedStack& weight, int at, int block) {
+    return __ldg(reinterpret_cast<const uint16_t*>(static_cast<const uint8_t*>(weight.scales) + at) + block);
+  }
+
+ private:
+  // Codes 0 and 4 of a word, and codes 1 and 5: sign, exponent and mantissa are moved to their places in both halves by
+  // one product. The product with the scales makes up for the exponent's bias, subnormal values included.
+  static __device__ __forceinline__ void decode_pairs(uint32_t* pairs, uint32_t word, uint32_t scales) {
+    pairs[0] = scaled((word & 0x000F000Fu) * ((1u << 12) + (1u << 6)), scales);
+    pairs[1] = scaled((word & 0x00F000F0u) * ((1u << 8) + (1u << 2)), scales);
+  }
+  static __device__ __forceinline__ uint32_t scaled(uint32_t moved, uint32_t scales) {
+    const uint32_t bits = moved & 0x81C081C0u;
+    const __nv_bfloat162 found =
+        __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&bits), *reinterpret_cast<const __nv_bfloat162*>(&scales));
+    return *reinterpret_cast<const uint32_t*>(&found);
+  }
+};
+
+}  // namespace fused_mlp

@@ -1,0 +1,1 @@
+"""Frozen quantised weights: of a layer, and stacks of those of experts."""

@@ -1,0 +1,324 @@
+"""Frozen quantised weights of experts: stacks in FP8 and MXFP4, read as they lie by kernels, elsewhere decoded.
+
+Sources: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433; Rouhani et al., "Microscaling Data
+Formats for Deep Learning", arXiv:2310.10537.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from .. import adapters, calls, dispatch, operands
+from ..autograd import training
+from ..backends import native, plans
+from ..experts import NO_ADAPTERS, Adapters, Form
+from ..operands import OperandTypeError, OperandValueError, shape_of
+
+FORMATS = ("fp8", "mxfp4")
+_MX_BLOCK = 32
+# The values of MXFP4 by their codes: a sign, two bits of exponent and one of mantissa.
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
+
+# Up to so many rows an expert, on average, kernels read the codes; before more rows weights are decoded (measured on an
+# H200, as is the bound below).
+MOST_ROWS: Dict[str, int] = {"fp8": 64, "mxfp4": 128}
+# Up to so many, x is multiplied as it is; of more rows Hopper's kernels round it to FP8, where they take the weights.
+MOST_EXACT_ROWS = 12
+
+
+class QuantizedStack(NamedTuple):
+    """A quantised weight ``[experts, out, in]``, which ``experts_mlp`` takes in place of a tensor. It has no gradient.
+
+    Of format ``"fp8"``, ``data`` is float8_e4m3fn ``[experts, out, in]``, and ``scales`` float32, an element for each
+    block of ``block = (rows, columns)`` values: ``[experts, ceil(out / rows), ceil(in / columns)]``.
+
+    On Hopper GPUs calls of more than 12 rows an expert, on average, may round x and the hidden values to float8_e4m3fn
+    too, each 128 columns of a row by their largest value, as ``explain`` says.
+
+    Of format ``"mxfp4"``, ``data`` is uint8 ``[experts, out, in / 2]``, or of any shape with these elements: two codes
+    of e2m1 in an element, the first in its lower bits. ``scales`` is uint8 ``[experts, out, in / 32]``: of a scale
+    ``s``, 32 values are multiplied by ``2 ** (s - 127)``; 255 stands for NaN. ``block`` is ``(1, 32)``. Kernels that
+    read the codes are exact for scales of ``2 ** -100`` to ``2 ** 33``; larger ones count as infinite.
+
+    Both are contiguous.
+    """
+
+    data: Tensor
+    scales: Tensor
+    shape: Tuple[int, int, int]
+    format: str = "fp8"
+    block: Tuple[int, int] = (128, 128)
+
+    @classmethod
+    def from_fp8(cls, weight: Tensor, scales: Tensor, block: Tuple[int, int] = (128, 128)) -> QuantizedStack:
+        """That of float8_e4m3fn values ``[experts, out, in]`` and their scales, which shares the memory of both."""
+        _check_tensors(weight, scales, "weight must be a tensor [experts, out, in]", 3)
+        return cls(weight.detach(), scales.detach(), tuple(weight.shape), "fp8", tuple(block))
+
+    @classmethod
+    def from_mxfp4(cls, blocks: Tensor, scales: Tensor) -> QuantizedStack:
+        """That of a checkpoint of gpt-oss: ``blocks`` uint8 ``[experts, out, in / 32, 16]``, and ``scales`` uint8
+        ``[experts, out, in / 32]``. It shares the memory of both."""
+        _check_tensors(blocks, scales, "blocks must be a tensor [experts, out, in / 32, 16]", 4)
+        experts, out, count = blocks.shape[:3]
+        return cls(blocks.detach(), scales.detach(), (experts, out, count * _MX_BLOCK), "mxfp4", (1, _MX_BLOCK))
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weights as a tensor ``[experts, out, in]``: value times scale in float32, rounded to ``dtype`` once."""
+        if calls.pointwise_reason(self.data) is None and self.data.is_cuda and native.DEVICE_TYPE == "cuda":
+            like = self.data.new_empty((), dtype=dtype)
+            if dispatch.is_native("decoded_experts", like):
+                return native.decoded_experts(self.data, self.scales, layout_of(self), dtype)
+        return _decoded(self, dtype)
+
+
+AnyStack = Union[Tensor, QuantizedStack]
+
+
+def is_any(*weights: AnyStack) -> bool:
+    """True if one of these is quantised."""
+    return any(type(weight) is QuantizedStack for weight in weights)
+
+
+def layout_of(weight: QuantizedStack) -> List[int]:
+    """The numbers that the ops are given of a stack."""
+    return [*weight.shape, *weight.block]
+
+
+def words_of(weight: QuantizedStack) -> str:
+    """The format of a stack, for reports."""
+    return "mxfp4" if weight.format == "mxfp4" else f"fp8 in blocks of {weight.block[0]} x {weight.block[1]}"
+
+
+def run(given: Tuple[Any, ...], form: Form, given_adapters: Adapters = NO_ADAPTERS) -> Tensor:
+    """``experts_mlp`` of weights of which one at least is quantised. Operands are checked here."""
+    check(given, form, given_adapters)
+    x = given[0]
+    flat = tuple(tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() != 2 else tensor for tensor in given[:3])
+    result = computed((*flat, *given[3:]), form, given_adapters)
+    return result if x.dim() == 2 else result.reshape(*x.shape[:-1], result.shape[-1])
+
+
+def check(given: Tuple[Any, ...], form: Form, given_adapters: Adapters = NO_ADAPTERS) -> None:
+    """Raises OperandTypeError or OperandValueError for operands that do not fit."""
+    x, index, weights, gate_up, down, *biases = given
+    if form.transposed:
+        raise OperandValueError("transposed must be False where weights are quantised, which are [experts, out, in]")
+    stand_ins = []
+    for name, weight in (("gate_up_weight", gate_up), ("down_weight", down)):
+        if is_any(weight) and isinstance(x, Tensor):
+            _check_stack(x, name, weight)
+            weight = torch.empty((), dtype=x.dtype, device=weight.device).expand(weight.shape)
+        stand_ins.append(weight)
+    for name, bias in zip(("gate_up_bias", "down_bias"), biases):
+        if isinstance(x, Tensor) and bias is not None:
+            operands.check_like(x, name, bias, may_be_wide=True)
+    in_dtype = [bias.to(x.dtype) if isinstance(bias, Tensor) and bias.dtype != x.dtype else bias for bias in biases]
+    operands.check_experts_mlp(x, index, weights, *stand_ins, *in_dtype, *form[1:])
+    if given_adapters != NO_ADAPTERS:
+        adapters.check_of_experts(x, False, given_adapters, stand_ins)
+
+
+def computed(given: Tuple[Any, ...], form: Form, given_adapters: Adapters = NO_ADAPTERS) -> Tensor:
+    """The result of operands that fit, x being ``[tokens, in]``.
+
+    Autograd keeps no decoded weight: the backward decodes it again.
+    """
+    if given_adapters == NO_ADAPTERS and refusal(given, form) is None:
+        return dispatch.op_or_parts(_by_op, (given, form), lambda: _composed(given, form))
+    tensors = [part for each in given[3:] if each is not None for part in (each[:1] if is_any(each) else (each,))]
+    factors = [factor for adapter in given_adapters if adapter is not None for factor in adapter[:2]]
+    seen = training.is_transformed() and not torch.compiler.is_compiling()
+    if calls.autograd_follows(given[0], given[2], *tensors, *factors) and not seen:
+        return checkpoint(_composed, given, form, given_adapters, use_reentrant=False, preserve_rng_state=False)
+    return _composed(given, form, given_adapters)
+
+
+def _by_op(given: Tuple[Any, ...], form: Form) -> Tensor:
+    x, index, weights, gate_up, down, *biases = given
+    layouts = [*layout_of(gate_up), *layout_of(down)]
+    stored = (gate_up.data, gate_up.scales, down.data, down.scales)
+    activation, gated, interleaved, _, limit, up_offset = form
+    return native.quantized_experts(
+        *(x, index, weights, *stored, layouts, *biases, activation, gated, interleaved, limit, up_offset),
+        _rounds(given, form),
+    )
+
+
+def _rounds(given: Tuple[Any, ...], form: Form) -> bool:
+    """True if a call is of many rows of FP8, which Hopper's kernels multiply by rows that are rounded to FP8 too."""
+    x, index, _, gate_up, down, *biases = given
+    if gate_up.format != "fp8" or down.format != "fp8" or not native.is_hopper(x):
+        return False
+    if index.numel() <= MOST_EXACT_ROWS * gate_up.shape[0] or any(bias is not None for bias in biases):
+        return False
+    if form.interleaved or form.limit is not None or form.up_offset != 0:
+        return False
+    return all(_has_large_blocks(each, parts) for each, parts in ((gate_up, 2 if form.gated else 1), (down, 1)))
+
+
+def _has_large_blocks(weight: QuantizedStack, parts: int) -> bool:
+    _, out, width = weight.shape
+    rows, columns = weight.block
+    whole = rows >= out or (rows % 128 == 0 and out // parts % rows == 0)
+    return whole and (columns >= width or columns % 128 == 0)
+
+
+def _composed(given: Tuple[Any, ...], form: Form, given_adapters: Adapters = NO_ADAPTERS) -> Tensor:
+    """By the experts of other weights. On a CPU the chosen experts alone are decoded."""
+    x, index, weights, *stacks = given
+    dtype = torch.get_autocast_dtype(x.device.type) if operands.autocasts(x) else x.dtype
+    if x.is_cpu and given_adapters == NO_ADAPTERS and calls.pointwise_reason(index) is None and not _is_traced():
+        chosen = torch.unique(index[(index >= 0) & (index < stacks[0].shape[0])])
+        chosen = chosen if chosen.numel() > 0 else index.new_zeros(1)  # there must be an expert
+        places = torch.full((stacks[0].shape[0] + 1,), chosen.numel(), dtype=torch.int64)
+        places[chosen.long()] = torch.arange(chosen.numel())
+        named = torch.where((index >= 0) & (index < stacks[0].shape[0]), index, stacks[0].shape[0])
+        index = places[named.long()]
+        stacks = [each if each is None else _of_experts(each, chosen.long()) for each in stacks]
+    decoded = [each.dequantize(dtype) if is_any(each) else each for each in stacks]
+    decoded = [each if each is None or each.dtype == x.dtype else each.to(x.dtype) for each in decoded]
+    if given_adapters == NO_ADAPTERS:
+        return calls.experts_mlp(x, index, weights, *decoded, form)
+    return calls.adapted_experts(x, index, weights, *decoded, form, adapters=given_adapters)
+
+
+def _is_traced() -> bool:
+    """True where shapes may not depend on values."""
+    return torch.compiler.is_compiling() or bool(torch._C._len_torch_dispatch_stack()) or training.is_transformed()
+
+
+def _of_experts(stack: AnyStack, chosen: Tensor) -> AnyStack:
+    if not is_any(stack):
+        return stack.index_select(0, chosen)
+    bits = stack.data.view(torch.uint8).reshape(stack.shape[0], -1).index_select(0, chosen)
+    scales = stack.scales.reshape(stack.shape[0], -1).index_select(0, chosen)
+    shape = (chosen.numel(), *stack.shape[1:])
+    return stack._replace(data=bits.view(stack.data.dtype), scales=scales, shape=shape)
+
+
+def _decoded(weight: QuantizedStack, dtype: torch.dtype) -> Tensor:
+    experts, out, width = weight.shape
+    rows, columns = weight.block
+    if weight.format == "fp8":
+        values = weight.data.view(experts, out, width).float()
+        of_rows, of_columns = (torch.arange(size, device=weight.device) for size in (out, width))
+        grid = weight.scales.view(experts, -(-out // rows), -(-width // columns))
+        wide = grid.index_select(1, of_rows // rows).index_select(2, of_columns // columns)
+        return (values * wide).to(dtype)
+    codes = weight.data.view(experts, out, -1)
+    codes = torch.stack((codes & 15, codes >> 4), dim=-1).view(experts, out, -1, columns)
+    values = torch.tensor(_VALUES, device=weight.device)[codes.int()]
+    exponents = weight.scales.view(experts, out, -1).int()
+    bits = torch.where(exponents == 0, 0x00400000, torch.where(exponents == 255, 0x7FC00000, exponents << 23))
+    return (values * bits.int().view(torch.float32).unsqueeze(-1)).view(experts, out, width).to(dtype)
+
+
+def refusal(given: Tuple[Any, ...], form: Form) -> Optional[str]:
+    """The reason why no kernel reads the codes of a call on operands that fit; None where one does."""
+    x, index, weights, gate_up, down, *biases = given
+    if not (is_any(gate_up) and is_any(down)):
+        return "one weight is not quantised"
+    tensors = (gate_up.data, gate_up.scales, down.data, down.scales, *biases)
+    reason = calls.pointwise_reason(x, index, weights, *tensors)
+    if reason is not None:
+        return reason
+    if calls.autograd_follows(x, weights, *biases):
+        return "autograd follows the parts"
+    if operands.autocasts(x) and torch.get_autocast_dtype(x.device.type) != x.dtype:
+        return f"autocast casts the operands to {torch.get_autocast_dtype(x.device.type)}"
+    if native.DEVICE_TYPE != "cuda" or dispatch.select("experts_mlp", x) is not native or not native.has_experts(x):
+        return f"no kernel for {x.device.type}" if not x.is_cuda else "no kernel for this GPU"
+    if x.dtype != torch.bfloat16:
+        return f"no kernel for {x.dtype}"
+    experts = gate_up.shape[0]
+    if index.numel() == 0 or index.numel() >= native._MOST_SLOTS or experts > native._MOST_EXPERTS:
+        return plans.REFUSALS["empty" if index.numel() == 0 else "many_experts"]
+    if gate_up.format != down.format:
+        return "weights of two formats"
+    if index.numel() > MOST_ROWS[gate_up.format] * experts and not _rounds(given, form):
+        return f"more than {MOST_ROWS[gate_up.format]} rows an expert"
+    hidden = down.shape[2]
+    if hidden % 64 or x.shape[-1] % 64 or down.shape[1] % 8 or hidden == 0 or down.shape[1] == 0:
+        return "inputs that are no multiples of 64, or features that are none of 8"
+    return _of_stack(gate_up) or _of_stack(down)
+
+
+def _of_stack(weight: QuantizedStack) -> Optional[str]:
+    _, out, width = weight.shape
+    columns = weight.block[1]
+    if weight.format == "fp8" and columns < width and (columns % 64 or columns & (columns - 1)):
+        return f"blocks of {columns} columns"
+    if out * width >= native._MOST_ROWS or weight.scales.numel() >= native._MOST_ROWS:
+        return plans.REFUSALS["too_large"]
+    if not torch.compiler.is_compiling() and (weight.data.data_ptr() % 16 or weight.scales.data_ptr() % 4):
+        return "codes that are not aligned to 16 bytes"
+    return None
+
+
+def explained(given: Tuple[Any, ...], form: Form, given_adapters: Adapters) -> Tuple[str, str, Tuple[plans.Part, ...]]:
+    """The backend of a call, the reason in words, and its parts."""
+    check(given, form, given_adapters)
+    x, index, weights = (each if each.dim() == 2 else each.reshape(-1, each.shape[-1]) for each in given[:3])
+    found = [each for each in given[3:5] if is_any(each)]
+    formats = " and ".join(dict.fromkeys(map(words_of, found)))
+    reason = "adapters are beside them" if given_adapters != NO_ADAPTERS else None
+    reason = reason or refusal((x, index, weights, *given[3:]), form)
+    if reason is not None:
+        return "torch", f"weights of {formats} are decoded first: {reason}", ()
+    rounds = _rounds((x, index, weights, *given[3:]), form)
+    parts = native.plan_quantized_experts(x, index.shape[-1], given[3].shape[0], rounds)
+    return native.DEVICE_TYPE, f"one op; {formats}: {plans.in_words(parts)}", parts
+
+
+def _check_tensors(weight: Any, scales: Any, wanted: str, dims: int) -> None:
+    if not isinstance(weight, Tensor) or weight.dim() != dims:
+        raise OperandTypeError(f"{wanted}, got {shape_of(weight)}")
+    if not isinstance(scales, Tensor):
+        raise OperandTypeError(f"scales must be a tensor, got {type(scales).__name__}")
+
+
+def _check_stack(x: Tensor, name: str, weight: QuantizedStack) -> None:
+    if weight.format not in FORMATS:
+        raise OperandValueError(f"{name}.format must be one of {', '.join(FORMATS)}, got {weight.format!r}")
+    shape, block = tuple(weight.shape), weight.block
+    is_pair = isinstance(block, tuple) and len(block) == 2 and all(type(each) is int for each in block)
+    if len(shape) != 3 or min(shape) < 0 or not is_pair or min(block) < 1:
+        raise OperandValueError(
+            f"{name}.shape must be [experts, out, in], and {name}.block a pair of rows and columns, got "
+            f"{list(shape)}, block = {block}"
+        )
+    experts, out, width = shape
+    is_mx = weight.format == "mxfp4"
+    if is_mx and (block != (1, _MX_BLOCK) or width % _MX_BLOCK):
+        raise OperandValueError(
+            f"{name} of mxfp4 must have in a multiple of {_MX_BLOCK} and block = (1, {_MX_BLOCK}), got in = {width}, "
+            f"block = {block}"
+        )
+    blocks = experts * -(-out // block[0]) * -(-width // block[1])
+    count = experts * out * width
+    wanted = {
+        "data": (torch.uint8, count // 2) if is_mx else (torch.float8_e4m3fn, count),
+        "scales": (torch.uint8 if is_mx else torch.float32, blocks),
+    }
+    for part, (dtype, elements) in wanted.items():
+        tensor = getattr(weight, part)
+        if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
+            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise OperandTypeError(f"{name}.{part} must be a tensor of {dtype}, got {got}")
+        if tensor.device != x.device:
+            raise OperandValueError(f"{name}.{part} must be on the device of x, {x.device}, got {tensor.device}")
+        if tensor.numel() != elements or not tensor.is_contiguous():
+            raise OperandValueError(
+                f"{name}.{part} must be contiguous, of {elements} elements to fit [experts, out, in] = {list(shape)} "
+                f"in blocks of {block[0]} x {block[1]}, got {shape_of(tensor)}"
+            )
