@@ -308,7 +308,7 @@ class _Recorded(torch.autograd.Function):
             output = _plain_forward(*inputs)
         needs, keep = ctx.needs_input_grad, inputs[8]
         saved = nodes.saved(needs, keep)
-        operands, own = saved.operands((*inputs[:7], None)), _values(inputs, output, saved)
+        operands, own = saved.operands((*nodes.apart(inputs), None)), _values(inputs, output, saved)
         ctx.how = (inputs[7], inputs[9], keep, nodes.layout(inputs, needs))
         ctx.edges = nodes.edges(inputs, saved.lost)
         # By the attributes that the methods of these names set: set_materialize_grads(), save_for_backward().
