@@ -171,7 +171,7 @@ def test_what_trains_on_a_cpu_is_asked_nothing(fused_mlp, device, monkeypatch):
     model = built(device)
     fused = copy.deepcopy(model)
     fused_mlp.fuse_mlps(fused)
-    for name in ("settled", "switching"):
+    for name in ("cached", "switching"):
         monkeypatch.setattr(sys.modules[f"{fused_mlp.__name__}.models.experts.mixtures"], name, None)
     x, *others = given(device)
     x = x.to(group(model).down_proj.dtype)
