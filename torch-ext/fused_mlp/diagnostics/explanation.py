@@ -240,7 +240,8 @@ def _explain_module(module: nn.Module) -> Explanation:
 
 def _of_mode(module: nn.Module, implementation: str) -> str:
     """The words behind a reason for a module whose calls take the kernels of training though nothing is recorded."""
-    is_off = module.training and not (torch.is_grad_enabled() or torch.is_inference_mode_enabled())
+    is_training = attribute_of(module, "training") is True
+    is_off = is_training and not (torch.is_grad_enabled() or torch.is_inference_mode_enabled())
     says = is_off and implementation != "original"
     return "; in training mode with the bits of a call that autograd records" if says else ""
 
