@@ -106,14 +106,19 @@ void run_blocks(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* o
                              : hidden.gated() ? 2
                                               : 1);
   const int64_t block = std::min(rows, std::max(kMinRows, kHiddenBytes / row_bytes));
-  const OptionalTensor hidden_block = output ? OptionalTensor(new_dense(x, {block, features})) : std::nullopt;
+  // ReLU's values take the place of what it is given: the backward tells the same by them.
+  const bool in_place =
+      kept && output && !hidden.gated() && static_cast<Activation>(hidden.activation) == Activation::kRelu;
+  const OptionalTensor hidden_block =
+      output && !in_place ? OptionalTensor(new_dense(x, {block, features})) : std::nullopt;
   const OptionalTensor up_block =
       hidden.gated() && !kept ? OptionalTensor(new_dense(x, {block, packed ? 2 * features : features})) : std::nullopt;
   for (int64_t begin = 0; begin < rows; begin += block) {
     const int64_t count = std::min(block, rows - begin);
     const Tensor x_rows = rows_of(x, begin, count), out_rows = rows_of(out, begin, count);
-    const Tensor hidden_rows = output ? rows_of(*hidden_block, 0, count) : out_rows;
-    const Tensor gate_rows = kept ? rows_of(kept->gate, begin, count) : hidden_rows;
+    const Tensor kept_rows = kept ? rows_of(kept->gate, begin, count) : out_rows;
+    const Tensor hidden_rows = hidden_block ? rows_of(*hidden_block, 0, count) : in_place ? kept_rows : out_rows;
+    const Tensor gate_rows = kept ? kept_rows : hidden_rows;
     const PointwiseShape shape{dtype, count, features};
     const Matrix gate = dense_matrix(gate_rows, features), values = dense_matrix(hidden_rows, features);
     if (packed) {

@@ -55,6 +55,18 @@ def test_routers(fused_mlp, device, monkeypatch, model_type, normalized):
     assert len(calls) == 4
 
 
+def test_what_trains_is_asked_nothing(fused_mlp, device, monkeypatch):
+    """Autograd does not follow the op: the class's forward runs at once, or what its class is patched with."""
+    plain, fused = pair(fused_mlp, device)
+    x, module = torch.randn(5, 32, device=device), sys.modules[f"{fused_mlp.__name__}.models.experts.routers"]
+    monkeypatch.setattr(module, "_routed", None)
+    for got, expected in zip(fused(x), plain(x), strict=True):
+        assert torch.equal(got, expected) and got.requires_grad == expected.requires_grad
+    with monkeypatch.context() as patch:
+        patch.setattr(type(plain), "forward", lambda self, x: x * 2)
+        assert torch.equal(fused(x), x * 2)
+
+
 @pytest.mark.parametrize("experts", [8, 33, 128, 160, 512])
 def test_sizes(fused_mlp, device, experts):
     """On a GPU in bfloat16 too, where many logits are equal, and torch chooses the first of them as well."""

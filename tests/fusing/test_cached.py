@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.integrations import moe
 
+import machine
 import mixtures
 
 
@@ -163,6 +164,18 @@ def test_training_behind_inference(fused_mlp, device):
         gradients.append((x.grad, module.down_proj.grad))
     for mine, expected in zip(*reversed(gradients), strict=True):
         assert_near(mine, expected)
+
+
+@pytest.mark.skipif(machine.device_type() != "cpu", reason="a GPU's experts may train")
+def test_what_trains_on_a_cpu_is_asked_nothing(fused_mlp, device, monkeypatch):
+    model = built(device)
+    fused = copy.deepcopy(model)
+    fused_mlp.fuse_mlps(fused)
+    for name in ("cached", "switching"):
+        monkeypatch.setattr(sys.modules[f"{fused_mlp.__name__}.models.experts.mixtures"], name, None)
+    x, *others = given(device)
+    x = x.to(group(model).down_proj.dtype)
+    assert torch.equal(group(fused)(x, *others), group(model)(x, *others))
 
 
 @pytest.mark.parametrize("kernelized", [False, True])

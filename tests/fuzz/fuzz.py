@@ -67,7 +67,7 @@ class Made:
         self.root = self.names["hold"](self.module)
         draw = random.Random(source.seed)
         share = draw.choice((1.0, 1.0, 0.5, 0.0))
-        for parameter in itertools.filterfalse(nn.parameter.is_lazy, self.root.parameters()):
+        for parameter in settable(self.root):
             parameter.requires_grad_(draw.random() < share)
         self.dtype = dtype or getattr(torch, source.dtype)
         if dtype is not None:
@@ -102,15 +102,19 @@ class Made:
         return seen
 
     def backward(self, loss: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-        """All gradients, a parameter changed in place before them or not, or one alone, which it returns."""
-        draw, parameters = random.Random(self.source.seed), list(self.root.parameters())
-        wanted = [each for each in (x, *parameters) if each.requires_grad and not nn.parameter.is_lazy(each)]
-        way = draw.choice(("all", "all", "one", "changed"))
+        """All gradients, a parameter changed before them or not, or one alone, which it returns."""
+        draw, parameters = random.Random(self.source.seed), settable(self.root)
+        wanted = [each for each in (x, *parameters) if each.requires_grad]
+        way = draw.choice(("all", "all", "one", "changed", "replaced"))
+        linear = [each for each in self.module.children() if type(each) is nn.Linear]
         if way == "one" and wanted:
             return torch.autograd.grad(loss, draw.choice(wanted), allow_unused=True)[0]
         if way == "changed" and parameters:
             with torch.no_grad():
                 draw.choice(parameters).mul_(0.5)
+        if way == "replaced" and linear:
+            weight = draw.choice(linear).weight
+            weight.data = weight.data * 0.5
         loss.backward()
         return None
 
@@ -184,6 +188,11 @@ def laid_out(source: Source) -> torch.Tensor:
     return x
 
 
+def settable(root: nn.Module) -> list[nn.Parameter]:
+    """Parameters that are made, and not in inference mode."""
+    return [each for each in root.parameters() if not (nn.parameter.is_lazy(each) or each.is_inference())]
+
+
 def tensors(root: nn.Module) -> dict[str, torch.Tensor]:
     named = itertools.chain(root.named_parameters(), root.named_buffers())
     return {name: tensor for name, tensor in named if not nn.parameter.is_lazy(tensor)}
@@ -207,7 +216,8 @@ def identity(root: nn.Module, mark: str) -> dict:
             )
         found[path] = attributes
     for name, tensor in tensors(root).items():
-        found[f"value of {name}"] = (tensor._version, tensor.data_ptr(), tensor.stride(), tensor.tolist())
+        version = None if tensor.is_inference() else tensor._version
+        found[f"value of {name}"] = (version, tensor.data_ptr(), tensor.stride(), tensor.tolist())
     return found
 
 
@@ -353,7 +363,7 @@ def check_bits(fused_mlp, source: Source, folder: Path) -> None:
         results = []
         for name in ("grad", "no_grad"):
             made = Made(replace(source, ambient=name), folder)
-            for parameter in itertools.filterfalse(nn.parameter.is_lazy, made.root.parameters()):
+            for parameter in settable(made.root):
                 parameter.requires_grad_(True)  # frozen ones of an input without gradients run as in inference
             if is_fused:
                 fused_mlp.fuse_mlps(made.root)
@@ -406,7 +416,9 @@ def load_kernel():
     from kernels import get_kernel
 
     kernel = get_kernel(project.repo_id(), version=project.version(), backend=machine.device_type())
-    sys.modules[f"{kernel.__name__}.dispatch"].LEAST_SUM.clear()  # small ones too are one op
+    dispatch = sys.modules[f"{kernel.__name__}.dispatch"]
+    for least in (dispatch.LEAST_SUM, dispatch.LEAST_NORM):  # small ones too are one op
+        least.clear()
     return kernel
 
 

@@ -292,6 +292,8 @@ PART_CHANGES = [
     "m.{p}.double()",
     "m.{p}.forward = m.{p}.forward",
     "m.{p}.forward = m.{q}.forward",
+    "m.{p}._call_impl = functools.partial(lambda call, *args: 2 * call(*args), m.{p}._call_impl)",
+    "m.{p}.compile(backend='eager')",
     "m.{p} = F.silu",
     "m.{p} = nn.Identity()",
     "m.{p}, m.{q} = m.{q}, m.{p}",
@@ -300,6 +302,7 @@ PART_CHANGES = [
     "Made.{p} = m._modules.pop('{p}')",
 ]
 MODULE_CHANGES = [
+    "torch.inference_mode()(m._apply)(torch.clone)",
     "m.act = nn.GELU()",
     "m.act = nn.Mish()",
     "m.act = torch.tanh",

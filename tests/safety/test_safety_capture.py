@@ -2,6 +2,8 @@
 
 import copy
 import io
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -161,6 +163,24 @@ def test_traced_whole(fused_mlp, device, recwarn, name, with_grad):
         assert_close(traced(ids), model(ids)[0])
     assert "fused_mlp" not in str(traced.inlined_graph)
     assert not [warning for warning in recwarn if "fused-mlp" in warning.filename or "build/" in warning.filename]
+
+
+@modes
+@pytest.mark.parametrize("kind", [*KINDS, Blocks])
+def test_exported_to_onnx(fused_mlp, device, monkeypatch, kind, with_grad):
+    """By the trace of torch.jit: every byte is that of the unfused model.
+
+    torch asks the package `onnx` alone for functions of onnxscript in what it has written, of which there are none.
+    """
+    nothing = SimpleNamespace(graph=SimpleNamespace(node=()))
+    monkeypatch.setitem(sys.modules, "onnx", SimpleNamespace(load_model_from_string=lambda _: nothing))
+    written, x = [], x_of(device)
+    for model in pair(fused_mlp, "fuse_mlps", kind().to(device).eval()):
+        file = io.BytesIO()
+        with torch.set_grad_enabled(with_grad):
+            torch.onnx.export(model, (x,), file, dynamo=False, input_names=["x"], dynamic_axes={"x": {0: "rows"}})
+        written.append(file.getvalue())
+    assert written[0] == written[1] and b"MatMul" in written[0]
 
 
 # Every kind of MLP with either memory, of a forward that ran eagerly or was compiled in turn.

@@ -267,6 +267,35 @@ def test_requires_grad_is_toggled(fused_mlp, device, way):
 
 
 @ways
+@kinds
+@pytest.mark.parametrize("name", ["_call_impl", "_compiled_call_impl"])
+def test_a_call_of_its_own(fused_mlp, device, way, kind, name):
+    """Of a projection that somebody has wrapped, or compiled: that is called, as often as the module is."""
+    model, fused = pair(fused_mlp, way, kind(bias=True).to(device))
+    for each in (model, fused):
+        layer = each.get_submodule(PROJECTIONS[kind][-1])
+        setattr(layer, name, lambda x, call=layer._call_impl: 2 * call(x))
+    assert_same(model, fused, x_of(device))
+    assert "fused" not in states(fused_mlp, fused)
+
+
+@ways
+@kinds
+def test_a_weight_replaced_before_the_backward(fused_mlp, device, way, kind):
+    """The gradients are those of what was multiplied, once and differentiated again, as in a linear layer."""
+    model, fused = pair(fused_mlp, way, kind(bias=True).to(device))
+    x, gradients = x_of(device), []
+    for each in (model, fused):
+        given = x.clone().requires_grad_()
+        result = each(given).square().mean()
+        for projection in PROJECTIONS[kind]:
+            weight = each.get_submodule(projection).weight
+            weight.data = weight.data * 2
+        gradients.append(torch.autograd.grad(result, [given, *each.parameters()]))
+    assert_close(*reversed(gradients))
+
+
+@ways
 def test_hooks_of_tensors(fused_mlp, device, way):
     """On parameters and on results: both fire, and change the gradient."""
     model, fused = pair(fused_mlp, way, Gated(bias=True).to(device))

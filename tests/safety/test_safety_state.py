@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 from modules import Gated
-from safety import Blocks, assert_same, kinds, llama, pair, states, ways, x_of
+from safety import Blocks, assert_close, assert_same, kinds, llama, pair, states, ways, x_of
 
 
 @ways
@@ -26,6 +26,34 @@ def test_the_state_dict(fused_mlp, device, way):
     assert_same(model, fused, ids)
     fused.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
     assert_same(model, fused, ids)
+
+
+@ways
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("with_grad", [False, True])
+@kinds
+def test_weights_made_in_inference_mode(fused_mlp, device, way, kind, with_grad, training, bias):
+    """As of a model that is loaded in it, and called outside: autograd does not know them, and torch says the rest."""
+    model, fused = pair(fused_mlp, way, kind(bias=bias).to(device).train(training))
+    outcomes, x = [], x_of(device)
+    for each in (model, fused):
+        with torch.inference_mode():
+            each._apply(torch.clone)
+        with torch.set_grad_enabled(with_grad):
+            for given in (x, x.clone().requires_grad_()):
+                try:
+                    result = each(given)
+                    outcomes.append((result.detach(), result.requires_grad))
+                except RuntimeError as error:
+                    outcomes.append(str(error))
+    for expected, got in zip(outcomes[:2], outcomes[2:], strict=True):
+        assert type(got) is type(expected), f"{got}, expected {expected}"
+        if isinstance(got, str):
+            assert got == expected
+        else:
+            assert got[1] == expected[1]
+            assert_close(got[0], expected[0])
 
 
 @ways

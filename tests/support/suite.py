@@ -75,6 +75,7 @@ def fused_mlp():
     dispatch.LEAST_PRODUCT.clear()
     dispatch.LEAST_WORK.clear()
     dispatch.LEAST_SUM.clear()
+    dispatch.LEAST_NORM.clear()
     forced = os.environ.get("FUSED_MLP_TEST_GEMMS")
     with gemm_kernels.forced(kernel, forced) if forced else contextlib.nullcontext():
         yield kernel

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import pickle
+import sys
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+import machine
 
 LAYER, RMS, RMS_OF_ONE_MORE, LAYER_OF_ONE_MORE = 1, 2, 3, 5
 KINDS = [LAYER, RMS, RMS_OF_ONE_MORE, LAYER_OF_ONE_MORE]
@@ -113,6 +116,18 @@ def test_bad_operands_are_named(ops, device):
         ops.norm_backward(x[:2], x, weight, statistics, None, None, 0.0, RMS, 3)
     with pytest.raises(RuntimeError, match="statistics must be those of the forward"):
         ops.norm_backward(x, x, weight, statistics, None, None, 0.0, LAYER, 3)
+
+
+@pytest.mark.skipif(machine.device_type() != "cpu", reason="a GPU's op pays at any size")
+def test_small_ones_in_eval_mode_run_as_they_were_written(fused_mlp, device, monkeypatch):
+    """Where autograd follows, likely for no backward: from a number of values on, or in training, it is the op."""
+    norm = LlamaRMSNorm(16)
+    fused = copy.deepcopy(norm)
+    assert fused_mlp.fuse_mlps(fused).norms
+    monkeypatch.setitem(sys.modules[f"{fused_mlp.__name__}.dispatch"].LEAST_NORM, torch.float32, 64)
+    for rows, training, is_op in ((3, False, False), (4, False, True), (3, True, True)):
+        result = fused.train(training)(torch.randn(rows, 16, requires_grad=True))
+        assert (type(result.grad_fn) is not type(norm(torch.randn(3, 16)).grad_fn)) == is_op
 
 
 @pytest.mark.parametrize("kind", MODULES, ids=lambda kind: kind.__name__)

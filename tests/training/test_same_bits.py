@@ -95,6 +95,22 @@ def test_a_checkpoint_that_is_reentrant(fused_mlp, device):
     assert len(found) == 2 and torch.equal(*found)
 
 
+def test_explain_says_so(fused_mlp, device):
+    """Where it holds: in training mode, with autograd off, and not in inference mode."""
+    model, _ = made("Llama", device, torch.bfloat16)
+    fused_mlp.fuse_mlps(model)
+    for each in (model, model.model.layers[0].mlp):
+        said = {}
+        for training in (True, False):
+            each.train(training)
+            for name in ("enable_grad", "no_grad", "inference_mode"):
+                with getattr(torch, name)():
+                    said[training, name] = "with the bits of a call that autograd records" in str(
+                        fused_mlp.explain(each)
+                    )
+        assert [case for case, is_said in said.items() if is_said] == [(True, "no_grad")]
+
+
 def test_no_graph_is_kept_and_eval_is_left_alone(fused_mlp, device):
     model, inputs = made("Llama", device, torch.bfloat16)
     fused_mlp.fuse_mlps(model)

@@ -222,6 +222,22 @@ def test_memory_of_subsets(fused_mlp, device, kind, biases, memory, sizes):
         assert most <= peak + slack, of
 
 
+@pytest.mark.skipif(machine.device_type() != "cpu", reason="the kernels of a GPU write both")
+def test_peak_of_a_forward_with_relu(fused_mlp, device):
+    """Its values take the place of those before it, as little as eager keeps."""
+    made = operands("mlp", device, True, rows=600, sizes=(24, 88, 16))
+    given = {name: tensor.requires_grad_() for name, tensor in made.items()}
+
+    def by_torch():
+        hidden = F.relu(F.linear(given["x"], given["fc1_weight"], given["fc1_bias"]))
+        return F.linear(hidden, given["fc2_weight"], given["fc2_bias"])
+
+    computes = (lambda: call(fused_mlp, "mlp", given, activation="relu"), by_torch)
+    found = [measure.saved_and_peak(compute, lambda _: None) for compute in computes * 2]
+    (kept, most), (saved, peak) = found[2:]  # the first may load something
+    assert kept <= saved + 128 and most <= peak + 128
+
+
 def test_an_optimizer_between_backwards(fused_mlp, device):
     """With biases alone trained: forward, forward, backward, step, backward; gradients as eager's."""
     made = operands("mlp", device, True)

@@ -191,7 +191,11 @@ Answer has_hooks(PyObject* state, bool recording) {
     const Py_ssize_t count = PyObject_Size(hooks);
     if (count != 0) return count < 0 ? kError : kYes;
   }
-  return kNo;
+  for (PyObject* name : names().own_calls) {
+    PyObject* const call = item(state, name);
+    if (call != nullptr && call != Py_None) return kYes;
+  }
+  return PyErr_Occurred() ? kError : kNo;
 }
 
 PyObject* bound_function(PyObject* method, PyObject* module) {

@@ -38,7 +38,7 @@ Answer hold(PyObject* guards, PyObject* kind, PyObject* state);
 // not asked for.
 Answer is_bare(PyObject* module, PyObject* state, bool recording, bool kernels = false);
 
-// Whether a module with this __dict__ has hooks.
+// Whether a module with this __dict__ has hooks, or a call of its own.
 Answer has_hooks(PyObject* state, bool recording);
 
 // The function of a method that is bound to a module: a new reference; nullptr, which is no error in itself, for

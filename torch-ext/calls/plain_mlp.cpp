@@ -225,6 +225,9 @@ Answer needs_gradient(PyObject* operands) {
   for (Py_ssize_t i = 0, count = PyTuple_Size(operands); i < count && needs == kNo; ++i) {
     PyObject* operand = PyTuple_GetItem(operands, i);
     if (is_tensor(operand)) needs = attribute_is_true(operand, names().requires_grad);
+    if (needs != kYes) continue;
+    const Answer unknown = truth(Owned(PyObject_CallMethodObjArgs(operand, names().is_inference, nullptr)).get());
+    if (unknown != kNo) return kError;  // one that was made in inference mode: torch knows what becomes of it
   }
   return needs;
 }

@@ -45,7 +45,7 @@ bool is_tensor(PyObject* operand);
 // Whether all of these operands, among which are tensors, numbers and None, that are tensors are of a dtype.
 Answer are_of(PyObject* operands, PyObject* dtype);
 
-// Whether one of these operands needs a gradient.
+// Whether one of these operands needs a gradient. An error, which may not be set, where torch is to say.
 Answer needs_gradient(PyObject* operands);
 
 // The number of a tensor's elements; negative as sizes are (parts.h).

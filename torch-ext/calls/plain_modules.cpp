@@ -304,8 +304,9 @@ Answer is_trained(PyObject* state, int generations) {
 // Computes py_runs_as_written(). It takes the MLP for one with four times as many hidden features as inputs.
 Answer runs_as_written(PyObject* x, PyObject* module, bool gated) {
   constexpr int64_t kWider = 4;
-  PyObject* const state = state_of(module);
-  if (state == nullptr) return kError;
+  const Answer transformed = said_by(settings.is_transformed);  // the parts are torch's then
+  PyObject* const state = transformed == kNo ? state_of(module) : nullptr;
+  if (state == nullptr) return transformed == kYes ? kYes : kError;
   Answer recording = is_recording();
   // In training mode a call that is not recorded runs as one that is (autograd/training.py).
   const bool alike = recording == kNo && item(state, names().training) == Py_True && is_unrecorded() == kYes;
@@ -410,14 +411,28 @@ PyObject* py_adapted(PyObject* given) {
   return recording == kError ? nullptr : fused(mlp, recording == kYes, nullptr, true);
 }
 
+// Whether a norm in eval mode has so few values, and autograd follows them, that its own code takes less time.
+Answer is_little_in_eval(PyObject* state, PyObject* x, PyObject* dtype, Answer recording) {
+  PyObject* const least = item(settings.least_norm, dtype);
+  if (least == nullptr || item(state, names().training) != Py_False) return PyErr_Occurred() ? kError : kNo;
+  const Answer followed = is_followed(x, recording), quiet = followed == kYes ? is_quiet() : followed;
+  if (quiet != kYes)
+    return quiet == kError ? kError : answer(followed == kYes);  // what is traced is left, and not asked
+  const int64_t elements = number_of_elements(x);
+  return elements < 0 ? kError : answer(elements < PyLong_AsSsize_t(least));
+}
+
 // The result of a norm by itself, which runs its fused forward, or the operands of its op; nullptr without an error
 // where its own code has to run.
 PyObject* normed(PyObject* norm, PyObject* x) {
   PyObject* const dtype = dtype_taken(x);
   PyObject* const known = dtype == nullptr ? nullptr : item(settings.norms, class_of(norm));
-  if (known == nullptr || is_undisturbed() != kYes) return nullptr;
-  const Answer recording = is_recording();
-  const int64_t width = recording == kError ? -1 : size_of_last(x);
+  PyObject* const state = known == nullptr ? nullptr : state_of(norm);
+  const Answer recording = state == nullptr ? kError : is_recording();
+  if (recording == kError || is_little_in_eval(state, x, dtype, recording) != kNo || is_undisturbed() != kYes) {
+    return nullptr;
+  }
+  const int64_t width = size_of_last(x);
   const Owned given(width < 0 ? nullptr : PyTuple_New(6));  // x, weight, bias, eps, code, rounded
   PyObject* const operands = given.get();
   if (operands == nullptr || put(operands, 0, x) != kYes || put(operands, 5, PyTuple_GetItem(known, 6)) != kYes) {

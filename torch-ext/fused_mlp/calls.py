@@ -289,6 +289,8 @@ def recording_reason(op: str, given: Tuple[Optional[Tensor], ...], activation: i
     x = given[0]
     if any(tensor is not None and tensor.dtype != x.dtype for tensor in given):
         return "operands of several dtypes"
+    if not _is_compiling() and any(tensor is not None and tensor.is_inference() for tensor in given):
+        return "an operand is of inference mode, which autograd does not save"
     recorded = training.recorded_elements(op, given, activation, memory)
     if dispatch.select(op, x, recorded) is native:
         return None

@@ -54,6 +54,10 @@ LEAST_WORK: Dict[Tuple[bool, bool], int] = (
 # LEAST_WORK begins for MLPs of four times the width. On a CPU it was not measured.
 LEAST_SUM: Dict[torch.dtype, int] = dict.fromkeys(native._DTYPES, 1 << 62 if native.DEVICE_TYPE == "cpu" else 1 << 22)
 
+# A norm by itself in eval mode, where likely no backward follows that would make up for its node. Inside of a model the
+# node takes a CPU as long as the kernel saves up to about so many elements.
+LEAST_NORM: Dict[torch.dtype, int] = dict.fromkeys(native._DTYPES, 1 << 15) if native.DEVICE_TYPE == "cpu" else {}
+
 # One kernel for an activation and its product with up, and nothing else, pays from so many elements on. On a GPU the
 # host takes longer for it than for torch's two operations, and for what autograd records twice as long: it pays where
 # the GPU has more to do than the host (benchmarks/unfused.py).

@@ -8,12 +8,14 @@ namespace {
 
 // In the order of Settings.
 constexpr const char* kSettings[] = {
-    "tensor",     "parameter", "linear",      "dropout",      "identity",    "gelu",       "function", "builtin",
-    "method",     "module",    "module_list", "call",         "mark",        "known",      "known_by", "kernels",
-    "composites", "adapters",  "adapted",     "drops",        "module_dict", "linears",    "norms",    "ops",
-    "dtypes",     "float32",   "is_narrowed", "on_device",    "refusal",     "every_gpu",  "parts",    "least_recorded",
-    "least_work", "least_sum", "blocks",      "is_inference", "quiet",       "autocast",   "composed", "modes",
-    "empty",      "unchanged", "exchange",    "is_negated",   "empty_like",  "is_profiled"};
+    "tensor",       "parameter",      "linear",      "dropout",    "identity",    "gelu",
+    "function",     "builtin",        "method",      "module",     "module_list", "call",
+    "mark",         "known",          "known_by",    "kernels",    "composites",  "adapters",
+    "adapted",      "drops",          "module_dict", "linears",    "norms",       "ops",
+    "dtypes",       "float32",        "is_narrowed", "on_device",  "refusal",     "every_gpu",
+    "parts",        "least_recorded", "least_work",  "least_sum",  "least_norm",  "blocks",
+    "is_inference", "is_transformed", "quiet",       "autocast",   "composed",    "modes",
+    "empty",        "unchanged",      "exchange",    "is_negated", "empty_like",  "is_profiled"};
 static_assert(sizeof(Settings) == sizeof(kSettings));
 
 const Names* made_names = nullptr;

@@ -44,16 +44,18 @@ struct Settings {
   PyObject* least_work;  // by whether it is gated, and in eval mode: from how much work of the first layer on it pays
   PyObject*
       least_sum;  // by dtype: from how many elements on the sum and the norm behind an MLP or a layer pay in training
-  PyObject* blocks;        // a list of one element while no backend is forced
-  PyObject* is_inference;  // the function of torch
-  PyObject* quiet;         // functions that return something true where every call is disturbed
-  PyObject* autocast;      // (whether it is enabled at all, whether it is for a device, its dtype there, the device)
-  PyObject* composed;      // a function of a pattern and operands: computes these part by part; None where it cannot
-  PyObject* modes;         // (number of modes that see functions of torch, the mode of an index, class of those that
-                           // change nothing here, class of a context in which none sees anything)
-  PyObject* empty;         // dictionaries that hold something there
-  PyObject* unchanged;     // triples (owner, name, value): attributes that are another object there
-  PyObject* exchange;      // the arguments of configure_direct_calls()
+  PyObject* least_norm;      // by dtype: from how many elements on a norm that autograd follows pays in eval mode
+  PyObject* blocks;          // a list of one element while no backend is forced
+  PyObject* is_inference;    // the function of torch
+  PyObject* is_transformed;  // a function: whether torch.func transforms what is called
+  PyObject* quiet;           // functions that return something true where every call is disturbed
+  PyObject* autocast;        // (whether it is enabled at all, whether it is for a device, its dtype there, the device)
+  PyObject* composed;        // a function of a pattern and operands: computes these part by part; None where it cannot
+  PyObject* modes;           // (number of modes that see functions of torch, the mode of an index, class of those that
+                             // change nothing here, class of a context in which none sees anything)
+  PyObject* empty;           // dictionaries that hold something there
+  PyObject* unchanged;       // triples (owner, name, value): attributes that are another object there
+  PyObject* exchange;        // the arguments of configure_direct_calls()
   PyObject* is_negated;
   PyObject* empty_like;
   PyObject* is_profiled;
@@ -95,6 +97,7 @@ struct Names {
   PyObject* transpose = PyUnicode_InternFromString("t");
   PyObject* get_device = PyUnicode_InternFromString("get_device");
   PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
+  PyObject* is_inference = PyUnicode_InternFromString("is_inference");
   PyObject* op = PyUnicode_InternFromString("op");
   PyObject* memory = PyUnicode_InternFromString("memory");
   PyObject* packed = PyUnicode_InternFromString("packed");
@@ -118,6 +121,9 @@ struct Names {
   PyObject* hooks[4] = {PyUnicode_InternFromString("_forward_hooks"), PyUnicode_InternFromString("_forward_pre_hooks"),
                         PyUnicode_InternFromString("_backward_hooks"),
                         PyUnicode_InternFromString("_backward_pre_hooks")};
+  // What a call runs where a module itself holds one: of the second torch.nn.Module.compile() makes one.
+  PyObject* own_calls[2] = {PyUnicode_InternFromString("_call_impl"),
+                            PyUnicode_InternFromString("_compiled_call_impl")};
 };
 const Names& names();
 

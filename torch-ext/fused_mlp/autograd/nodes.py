@@ -51,6 +51,17 @@ def saved(needs: Needs, keep: bool) -> Saved:
     return Saved(itemgetter(*places), True, x or weight or bias or second_weight, lost)
 
 
+def apart(inputs: Tuple[Any, ...]) -> Operands:
+    """The operands, of which leaves among the weights share their memory with what the module holds, and no more.
+
+    So a weight whose ``data`` is another tensor by the time of the backward has the gradients of what was multiplied,
+    as that of a linear layer does, of which autograd saves the transposed weight.
+    """
+    x, *weights, bias, up_bias, second_bias = inputs[:7]
+    weights = [each.detach() if each is not None and each.is_leaf else each for each in weights]
+    return (x, *weights, bias, up_bias, second_bias)
+
+
 def layout(inputs: Tuple[Any, ...], needs: Needs) -> int:
     """Return the bits of ``needs`` in backward.h that say which gradients lie column by column."""
     x, weight, up_weight = inputs[:3]
@@ -124,7 +135,7 @@ def variables(ctx: Any, operands: Operands) -> Operands:
     """The operands for a gradient that is differentiated: those that are not saved without their values."""
     found = list(operands)
     for place, node in _next_nodes(ctx).items():
-        if found[place] is None:
+        if found[place] is None or (place > 0 and not found[place].requires_grad):
             edge = ctx.edges.get(place)
             found[place] = node.variable if edge is None else edge
     return tuple(found)

@@ -328,7 +328,7 @@ def save(
     them, so that they may be overwritten.
     """
     saved = nodes.saved(needs, keep)
-    operands, own = saved.operands((*inputs[:7], None)), _values(inputs, output, saved)
+    operands, own = saved.operands((*nodes.apart(inputs), None)), _values(inputs, output, saved)
     ctx.how = activation, up_first, keep, nodes.layout(inputs, needs)
     ctx.edges = nodes.edges(inputs, saved.lost)
     # By the attributes that the methods of these names set: set_materialize_grads(), save_for_backward().
@@ -405,18 +405,24 @@ def _composed_gradients(
     """The gradients by PyTorch's operations, which can be differentiated again."""
     create_graph = _is_grad_enabled()
     with torch.enable_grad():
-        given = apart(given)
-        result = composed_mlp(given, gate, up, needs, activation, up_first)
+        given = _apart(given, needs)
+        result = _composed_mlp(given, gate, up, needs, activation, up_first)
     wanted = [tensor for tensor, need in zip(given, needs) if need]
     return torch.autograd.grad(result, wanted, grad, create_graph=create_graph)
 
 
-def apart(given: Operands) -> Operands:
-    """Views of tensors, so that those of operands that are the same tensor have gradients of their own."""
-    return tuple([tensor if tensor is None else tensor.view_as(tensor) for tensor in given])
+def _apart(given: Operands, needs: nodes.Needs) -> Operands:
+    """Views of operands, so that those that are the same tensor have gradients of their own."""
+    found = []
+    for tensor, need in zip(given, needs):
+        is_leaf = need and not tensor.requires_grad  # the norm that a block computes, as its backward has it
+        found.append(
+            tensor if tensor is None else tensor.detach().requires_grad_() if is_leaf else tensor.view_as(tensor)
+        )
+    return tuple(found)
 
 
-def composed_mlp(
+def _composed_mlp(
     given: Operands,
     gate: Optional[Tensor],
     up: Optional[Tensor],

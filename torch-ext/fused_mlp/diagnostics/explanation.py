@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, Callable, Dict, Iterator, Optional, Tuple, Union
 
+import torch
 from torch import Tensor, nn
 
 from .. import adapters, calls, dispatch, experts, functional, layers, operands
@@ -231,7 +232,7 @@ def _explain_module(module: nn.Module) -> Explanation:
         root = parts[0]
         reason = root.reason or outcome.words_of(root.extent, root.pattern)
         implementation = "fused" if root.fused else "original" if root.extent == outcome.NONE else "partly fused"
-        return Explanation(name, implementation, reason, parts)
+        return Explanation(name, implementation, f"{reason}{_of_mode(module, implementation)}", parts)
     if not parts:
         implementation = "partly fused" if any(part.fused for part in norms) else "original"
         return Explanation(name, implementation, report.summary((), norms), norms)
@@ -239,7 +240,16 @@ def _explain_module(module: nn.Module) -> Explanation:
     counted = (f"; {kind} ({n}): {why}" if n > 1 else f"; {kind}: {why}" for (kind, why), n in whys.items())
     nothing = all(part.extent == outcome.NONE for part in parts)
     implementation = "fused" if len(fused) == len(parts) else "original" if nothing else "partly fused"
-    return Explanation(name, implementation, f"{report.summary(parts, norms)}{''.join(counted)}", parts)
+    reason = f"{report.summary(parts, norms)}{''.join(counted)}{_of_mode(module, implementation)}"
+    return Explanation(name, implementation, reason, parts)
+
+
+def _of_mode(module: nn.Module, implementation: str) -> str:
+    """The words behind a reason for a module whose calls take the kernels of training though nothing is recorded."""
+    is_training = attribute_of(module, "training") is True
+    is_off = is_training and not (torch.is_grad_enabled() or torch.is_inference_mode_enabled())
+    says = is_off and implementation != "original"
+    return "; in training mode with the bits of a call that autograd records" if says else ""
 
 
 def _parts(model: nn.Module) -> Iterator[report.ModuleReport]:

@@ -77,6 +77,8 @@ def fused_method(method: FunctionType) -> FunctionType:
     instead = switching.instead_of(original)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        if args and type(args[0]) is Tensor and args[0].is_cpu and shortcut.is_left_in_training(self, method, *args):
+            return method(self, *args, **kwargs)
         is_off = not shortcut.is_grad_enabled() and self.training
         is_as_recorded = is_off and bool(args) and shortcut.is_as_recorded(self, args[0])
         if not (is_as_recorded or _is_compiling() or len(args) != 3 or kwargs):

@@ -112,6 +112,8 @@ def _fused_method(method: FunctionType, form: _Form) -> FunctionType:
     instead = switching.instead_of(original)
 
     def forward(self: nn.Module, hidden_states: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+        if shortcut.is_left_in_training(self, method, hidden_states):
+            return method(self, hidden_states)
         another = instead(self)
         if another is not None:
             return another(self, hidden_states)

@@ -156,8 +156,9 @@ def of_call(module: nn.Module, kernelizable: bool = False) -> Optional[str]:
     ``kernelizable``: where the class is made for it, a layer of a kernel, which ``kernels.kernelize`` put in the place
     of the forward, computes the same.
     """
-    if hooks_of(module) is not None:
-        return "hooks"
+    hooks = hooks_of(module)
+    if hooks is not None:
+        return hooks
     function = own_method(module, "forward")
     if function is not None:
         known = function is type(module).forward or function is PLAIN_FORWARDS.get(type(module))
@@ -169,9 +170,15 @@ def of_call(module: nn.Module, kernelizable: bool = False) -> Optional[str]:
 
 
 def hooks_of(module: nn.Module) -> Optional[str]:
-    """The word for the hooks that a call of a module runs, if it runs any."""
+    """The word for the hooks that a call of a module runs, if it runs any, or for what runs in the call's place.
+
+    ``torch.nn.Module.compile`` puts such a call into the module.
+    """
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return "hooks" if hooks else None
+    if hooks:
+        return "hooks"
+    state = module.__dict__
+    return "a call of its own" if state.get("_call_impl") or state.get("_compiled_call_impl") else None
 
 
 _NO_METHOD = object()

@@ -26,7 +26,7 @@ from ...autograd import blocks as whole_blocks
 from ...autograd import norms as norms_alone
 from ...autograd import training
 from ...backends import native, reference
-from ...operands import halves, narrows_float32
+from ...operands import PLAIN_TENSORS, halves, narrows_float32
 from ..matching.pattern import Pattern
 from ..parts import adapters, forms, norms, quantized, recognition, refusals
 from ..parts.guards import Guards
@@ -133,6 +133,7 @@ _settings = {
     "least_recorded": dispatch.LEAST_RECORDED,
     "least_work": dispatch.LEAST_WORK,
     "least_sum": dispatch.LEAST_SUM,
+    "least_norm": dispatch.LEAST_NORM,
     "blocks": dispatch._open_blocks,
     "is_inference": torch.is_inference_mode_enabled,
     "autocast": (
@@ -142,6 +143,7 @@ _settings = {
         native.DEVICE_TYPE,
     ),
     "composed": _composed,
+    "is_transformed": torch._C._are_functorch_transforms_active,
     "quiet": (
         torch._C._len_torch_dispatch_stack,
         torch._C._get_tracing_state,
@@ -214,6 +216,21 @@ def is_as_recorded(module: Optional[nn.Module], x: Any, operands: Tuple[Any, ...
     if module is None:
         module = next((operand for operand in operands if isinstance(operand, nn.Module)), None)
     return module is not None and isinstance(x, Tensor) and training.is_as_recorded(module, x)
+
+
+def is_left_in_training(module: nn.Module, method: FunctionType, *given: Any) -> bool:
+    """True if a module whose fused method no op computes where autograd follows runs ``method``, that of its class.
+
+    Asked first, this saves all other questions of such a call.
+    """
+    if not is_grad_enabled() or is_traced() or torch._C._get_tracing_state() is not None:
+        return False
+    if FUSED not in module.__dict__ or type(module).forward is not method:
+        return False
+    for tensor in (*given, *module._parameters.values()):
+        if type(tensor) in PLAIN_TENSORS and tensor.requires_grad:
+            return True
+    return False
 
 
 def fused_parts(
