@@ -1,7 +1,7 @@
 // How a lane decodes 16 codes of a block of 64 in registers, and which elements of k these are.
 #pragma once
 
-#include "../decode/fp8.cuh"
+#include "../decode/bytes.cuh"
 #include "problem.h"
 
 namespace fused_mlp {
@@ -29,7 +29,8 @@ struct StackDecoder<Element, StackCoding::kFp8> {
   template <int kPieces>
   static __device__ __forceinline__ void decode(uint32_t (&pairs)[8], const uint8_t* codes, int row, int block,
                                                 int quarter, RawScales) {
-    Fp8Decoder<Element>::decode_16(pairs, nullptr, codes + swizzled<kPieces>(row, block * 4 + quarter) * 16);
+    ByteDecoder<Coding::kFp8, Element>::decode_16(pairs, nullptr,
+                                                  codes + swizzled<kPieces>(row, block * 4 + quarter) * 16);
   }
   static __device__ __forceinline__ void order(uint32_t (&)[4]) {}
   static __device__ __forceinline__ RawScales load(const CodedStack& weight, int at, int block) {
