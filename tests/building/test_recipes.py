@@ -148,6 +148,7 @@ EPILOGUE = {
     ("cuda/sm80/dense/streamed_store.cuh", "GluEpilogue"): replaced("GluEpilogue<", "CappedEpilogue<", count=2),
     ("cuda/quantized/streamed/gemm.cuh", "GluEpilogue"): USE,
     ("cuda/quantized/tiled/gemm.cuh", "GluEpilogue"): USE,
+    ("cuda/quantized/grouped/gemm.cuh", "GluEpilogue"): USE,
     ("cuda/quantized/scaled/store.cuh", "GluEpilogue"): USE,
     ("cpu/amx/amx_gemm.cpp", "run_epilogue"): replaced(
         "value = activate<kActivation, true>(value) * up;",

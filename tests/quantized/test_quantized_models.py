@@ -52,7 +52,7 @@ def forced(fused_mlp):
 @pytest.fixture
 def ops(fused_mlp, monkeypatch):
     """The calls of ops on quantised weights: "packed" of those read as they are, "decoded" each way."""
-    adapters, quantized = (sys.modules[f"{fused_mlp.__name__}.{name}"] for name in ("adapters", "quantized"))
+    adapters, quantized = (sys.modules[f"{fused_mlp.__name__}.{name}"] for name in ("adapters", "quantized.weights"))
     called = []
     for owner, name, word in (
         (quantized, "run", "packed"),

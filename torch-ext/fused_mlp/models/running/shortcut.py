@@ -246,6 +246,8 @@ def _has_known(plan: Plan, module: Optional[nn.Module], x: Any, operands: Tuple[
     found = False
     for part in plan.projections:
         held = operands[part] if type(part) is int else getattr(module, part)
+        if type(held) is nn.Linear and type(held.__dict__["_parameters"].get("weight")) in PLAIN_TENSORS:
+            continue
         if adapters.known(type(held)) is not None:
             if adapters.is_plainly_left(held):
                 return False
