@@ -172,7 +172,7 @@ def expect_table() -> str:
         )
         rows.append((title, f"{gain(inference)}; training {gain(trained)}", "", ""))
     rows += [(what, f"never run: {words}", "", "") for what, words in NEVER_RUN.items()]
-    return documents.table(("on an H200, if no other is named", *MODES.values()), rows, left=4)
+    return documents.table(("you run, on an H200 unless named", *MODES.values()), rows, left=4)
 
 
 def training_gains() -> dict[str, list[tuple[float, float]]]:

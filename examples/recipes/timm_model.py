@@ -17,6 +17,6 @@ images = torch.randn(2, 3, 224, 224)
 
 with torch.inference_mode():
     expected = model(images)
-    print(fused_mlp.fuse_mlps(model))  # norms and sums around the MLPs too, where a block of timm has them
+    print(fused_mlp.fuse_mlps(model))  # residual sums included
     torch.testing.assert_close(model(images), expected, rtol=1e-3, atol=1e-3)
 print("the same logits fused")
