@@ -244,6 +244,10 @@ def models_table() -> str:
     return documents.table(("model, input", *heads), rows, left=1)
 
 
+def spread_of(spreads: list[float]) -> str:
+    return f"spread ±{statistics.median(spreads):.0%}, at most ±{max(spreads):.0%}"
+
+
 def half_range(times: dict) -> float:
     return (times["high"] - times["low"]) / times["ms"] / 2
 
@@ -260,9 +264,9 @@ def models_machine() -> str:
     facts = run("h200-models")["machine"]
     spreads = [half_range(times) for result in models() for times in result["variants"].values()]
     return (
-        f"One {facts['gpu']}, PyTorch {facts['torch']}, transformers {facts['transformers']}, diffusers "
-        f"{facts['diffusers']}, bfloat16, random weights; {facts['copies']} copies of each variant take turns. They "
-        f"differ by ±{statistics.median(spreads):.0%} at the median and ±{max(spreads):.0%} at most."
+        f"{facts['gpu']}, PyTorch {facts['torch']}, transformers {facts['transformers']}, diffusers "
+        f"{facts['diffusers']}, bfloat16, random weights, {facts['copies']} copies of each variant; "
+        f"{spread_of(spreads)}."
     )
 
 
@@ -272,10 +276,7 @@ GENERATED = ("h200-generate", "h100-generate", "h200-generate-mixture", "h200-ge
 def generate_spread() -> str:
     ways = [way for name in GENERATED for result in run(name)["results"] for way in result["setups"].values()]
     spreads = [way["tokens_per_second_spread"] / 2 for way in ways if "tokens_per_second_spread" in way]
-    return (
-        f"On the H200 the turns of one way differ in tokens/s by ±{statistics.median(spreads):.0%} at the median and "
-        f"±{max(spreads):.0%} at most; the runs on the H100 have no spread."
-    )
+    return f"On the H200 {spread_of(spreads)}; on the H100 none was taken."
 
 
 def generate_gains(name: str) -> tuple[list[float], list[float]]:
@@ -379,10 +380,7 @@ def training_machine() -> str:
     spreads = [
         way["wall_us_spread"] / 2 for each in run("h200-training")["results"] for way in each["providers"].values()
     ]
-    return (
-        f"One {facts['gpu']}, PyTorch {facts['torch']}, bfloat16, SiLU; wall time, whose turns differ by "
-        f"±{statistics.median(spreads):.0%} at the median and ±{max(spreads):.0%} at most."
-    )
+    return f"{facts['gpu']}, PyTorch {facts['torch']}, bfloat16, SiLU, wall time; {spread_of(spreads)}."
 
 
 # LoRA.
@@ -423,9 +421,8 @@ def adapters_machine() -> str:
         way[f"{adapters_time(each)}_spread"] / 2 for each in found["results"] for way in each["providers"].values()
     ]
     return (
-        f"One {facts['gpu']}, PyTorch {facts['torch']}, PEFT {facts['peft']}, transformers {facts['transformers']}, "
-        f"bfloat16, SiLU; GPU time, in inference in CUDA graphs, of a step wall time, whose turns differ by "
-        f"±{statistics.median(spreads):.0%} at the median and ±{max(spreads):.0%} at most."
+        f"{facts['gpu']}, PyTorch {facts['torch']}, PEFT {facts['peft']}, transformers {facts['transformers']}, "
+        f"bfloat16, SiLU; GPU time, in inference in CUDA graphs, of steps wall time; {spread_of(spreads)}."
     )
 
 
@@ -465,9 +462,8 @@ def quantised_machine(name: str) -> str:
     spreads = [way["graph_us_spread"] / 2 for each in found["results"] for way in each["providers"].values()]
     library = f"bitsandbytes {facts['bitsandbytes']}, " if name != FP8 else ""
     return (
-        f"One {facts['gpu']}, PyTorch {facts['torch']}, {library}SiLU, rows of bfloat16; "
-        f"in CUDA graphs, whose turns differ by ±{statistics.median(spreads):.0%} at the median and "
-        f"±{max(spreads):.0%} at most."
+        f"{facts['gpu']}, PyTorch {facts['torch']}, {library}SiLU, rows of bfloat16, in CUDA graphs; "
+        f"{spread_of(spreads)}."
     )
 
 
@@ -591,8 +587,7 @@ def gpu_experts_machine() -> str:
     facts = found["machine"]
     return (
         f"{facts['gpu']}, PyTorch {facts['torch']}, transformers {facts['transformers']}, {facts['dtype']}: GPU "
-        f"time in us, balanced routing; the turns of one way lie {statistics.median(spreads):.1%} of their median "
-        f"apart at the median. {'; '.join(shapes.values())}."
+        f"time in us, balanced routing; {spread_of([each / 2 for each in spreads])}. {'; '.join(shapes.values())}."
     )
 
 
@@ -604,7 +599,7 @@ def experts_machine() -> str:
         f"{facts['cpu']}, {facts['threads']} threads, {facts['instructions']}, PyTorch {facts['torch']}, transformers "
         f"{facts['transformers']}, {facts['dtype']}: {shape['experts']} experts of {shape['dim']} x {shape['hidden']}, "
         f"{shape['top_k']} a token. Speed-ups in wall time over the best of transformers' ways. The machine was busy "
-        f"with other work: the turns of one way lie {statistics.median(spreads):.0%} of their median apart."
+        f"with other work: {spread_of([each / 2 for each in spreads])}."
     )
 
 
