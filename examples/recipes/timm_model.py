@@ -1,6 +1,8 @@
 """A model of timm: fuse it once it is created. Transforms, heads and checkpoints stay as they are.
 
 Run: `python examples/recipes/timm_model.py`
+
+It needs timm, and a torchvision that fits the installed PyTorch.
 """
 
 import timm
