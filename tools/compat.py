@@ -214,9 +214,9 @@ def models_of_transformers(rows: list[Row]) -> str:
     return f"""## Which transformers
 
 With torch {tested("torch")} and `kernels` {tested("kernels")}. *Computes* is: a tiny Llama's MLPs, and the experts of a
-tiny Qwen3-MoE, against the original. What transformers itself does with `kernels`, a `KernelConfig` and the layers that
-its own modules are marked with, needs a `kernels` that it takes: where it asks for another, it goes on as if there were
-none. `fuse_mlps`, `register_experts` and `kernels.kernelize` do without.
+tiny Qwen3-MoE, against the original. transformers' own use of `kernels`, a `KernelConfig` and the layers that its
+modules are marked with, needs a `kernels` that it takes: where it asks for another, it goes on as if there were none.
+`fuse_mlps`, `register_experts` and `kernels.kernelize` do without.
 
 {documents.table(MODELS, [row.cells for row in rows])}
 """
@@ -239,8 +239,8 @@ def chosen_variants() -> str:
 
 A release has variants for CUDA {built}. By the rule of `kernels`, a torch takes the newest of its own
 major version of CUDA that is not newer than itself. The table above has no torch for CUDA 12: since 2.11, pip
-installs torch for CUDA 13 alone. What is known of the variant for CUDA 12.6 is that the compilers of 12.6 and 12.8
-accept its code (`make matrix`).
+installs torch for CUDA 13 alone. The variant for CUDA 12.6 was never run: the compilers of 12.6 and 12.8 accept its
+code (`make matrix`).
 
 {documents.table(("CUDA of torch", "variant"), rows, left=2)}
 """

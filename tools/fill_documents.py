@@ -64,10 +64,12 @@ def parts() -> dict[str, str]:
         "generate": generate_table(),
         "training": training_table(),
         "training-steps": training_steps_table(),
+        "training-blocks": training_blocks_table(),
         "adapters": adapters_table(),
         "quantised": quantised_table(QUANTISED),
         "quantised-fp8": quantised_table(FP8),
         "quantised-integers": quantised_table(INTEGERS),
+        "quantised-experts": quantised_experts_table(),
         "unfused": unfused_table(),
         "floors": floors_table(),
         "experts": experts_table(),
@@ -130,18 +132,17 @@ def machine() -> str:
 # The table of speed-ups by situation.
 
 GROUPS = {
-    "BERT, MiniLM: sentence embeddings": ("minilm", "bert-base"),
+    "BERT, MiniLM (sentence embeddings)": ("minilm", "bert-base"),
     "ViT, DINOv2, Whisper's encoder": ("vit-b/16", "dinov2-base", "whisper-base encoder"),
     "T5's encoder": ("flan-t5-base encoder",),
-    "GPT-2, Llama 1B, Gemma 2B: one forward": ("gpt2", "llama-1b", "gemma-2b", "gemma-2-2b"),
+    "GPT-2, Llama 1B, Gemma 2B": ("gpt2", "llama-1b", "gemma-2b", "gemma-2-2b"),
     "diffusion transformers: SD 3, PixArt": ("sd3-medium", "pixart-alpha"),
     "a UNet: Stable Diffusion 1.5": ("sd-1.5 unet",),
 }
 # Rows of machines that never ran it.
 NEVER_RUN = {
-    "A100, L4, L40S, RTX 3090 to 5090": "mostly cuBLAS and one pointwise kernel",
-    "B200": "cuBLAS and one pointwise kernel",
-    "GPUs by AMD and Intel": "PyTorch; Triton kernels on request",
+    "A100, L4, L40S, RTX, B200": "mostly cuBLAS and one pointwise kernel",
+    "AMD's and Intel's GPUs": "PyTorch; Triton on request",
 }
 
 
@@ -152,54 +153,66 @@ def expect_table() -> str:
     for title, names in GROUPS.items():
         of = [result for result in found if result["model"] in names]
         cells = ([speedup for each in of if (speedup := models_speedup(each, mode))] for mode in MODES)
-        rows.append((title, "H200", *(gain(*cell) if cell else "" for cell in cells)))
+        rows.append((title, *(gain(*cell) if cell else "" for cell in cells)))
 
     eager, graphs = generate_gains("h200-generate")[0], generate_gains("h100-generate")[1]
-    rows.append(("`generate`: Gemma 2B, Llama 8B", "H200; graphs: H100", gain(*eager), "", gain(*graphs)))
+    rows.append(("`generate`: Gemma 2B, Llama 8B", gain(*eager), "", f"{gain(*graphs)} (H100)"))
     eager, graphs = generate_gains("h200-generate-static")
-    rows.append(("`generate`: four layers of Qwen3 30B-A3B, a mixture", "H200", gain(*eager), "", gain(*graphs)))
+    rows.append(("`generate`: Qwen3 30B-A3B, 4 layers", gain(*eager), "", gain(*graphs)))
+    rows += [(what, steps_gain(found), "", "") for what, found in training_gains().items()]
+    rows += [(what, "", "", gain(*found)) for what, found in gains_of_codes().items()]
 
-    for model, title in {"gpt2": "GPT-2", "llama": "four layers of Llama 8B"}.items():
-        (times,) = (each["providers"] for each in run("h200-training")["results"] if each.get("model") == model)
-        memory = times["ours"]["peak"] / times["eager"]["peak"]
-        speedup = gain(times["eager"]["wall_us"] / times["ours"]["wall_us"])
-        rows.append((f"a training step: {title}", "H200", f"{speedup}, {memory:.0%} of the memory", "", ""))
-
-    times = next(each["providers"] for each in run("h200-training-steps")["results"] if each["model"] == "llama-1b")
-    memory, speedup = (times["eager"][key] / times["ours"][key] for key in ("peak", "wall_us"))
-    rows.append(
-        ("a training step: four layers of Llama 1B", "H200", f"{gain(speedup)}, {1 / memory:.0%} of the memory", "", "")
-    )
-    rows.append(("a training step: LoRA on all layers", "H200", adapters_gain(), "", ""))
-    (times,) = (each["providers"] for each in run(ADAPTERS)["results"] if each["part"] == "experts")
-    memory, speedup = (times["eager"][key] / times["ours"][key] for key in ("peak", "wall_us"))
-    what = "training of a layer's experts with LoRA: over PEFT"
-    rows.append((what, "H200", f"{gain(speedup)}, {1 / memory:.0%} of the memory", "", ""))
-    rows.append(
-        (
-            "an MLP of NF4 weights, 1 to 64 rows: over bitsandbytes",
-            "H200",
-            "",
-            "",
-            gain(*quantised_gains(QUANTISED, "nf4", 64)),
-        )
-    )
-    fp8 = gain(*quantised_gains(FP8, "fp8-blocks", 64))
-    rows.append(("an MLP of FP8 weights, 4 to 64 rows: over torch's products of FP8", "H200", "", "", fp8))
-    int8 = gain(*quantised_gains(INTEGERS, "int8", 64))
-    rows.append(("an MLP of int8 weights, 1 to 64 rows: over bitsandbytes", "H200", "", "", int8))
-
-    for title, dtype, maker, where in (
-        ("one MLP in bfloat16, Intel CPU with AMX", "bfloat16", "Intel", "Xeon"),
-        ("one MLP in float32, the same CPU", "float32", "Intel", "Xeon"),
-        ("one MLP in float32, AMD CPU of Zen 5", "float32", "AMD", "EPYC"),
+    for title, dtype, maker in (
+        ("bfloat16 MLP, Xeon with AMX", "bfloat16", "Intel"),
+        ("float32 MLP, the same Xeon", "float32", "Intel"),
+        ("float32 MLP, EPYC (Zen 5)", "float32", "AMD"),
     ):
         inference, trained = (
             1 / statistics.median(module_ratios(maker, dtype, way)) for way in ("inference", "training")
         )
-        rows.append((title, where, f"{gain(inference)}; training {gain(trained)}", "", ""))
-    rows += [(what, "never run", words, "", "") for what, words in NEVER_RUN.items()]
-    return documents.table(("you run", "measured on", *MODES.values()), rows, left=5)
+        rows.append((title, f"{gain(inference)}; training {gain(trained)}", "", ""))
+    rows += [(what, f"never run: {words}", "", "") for what, words in NEVER_RUN.items()]
+    return documents.table(("you run, on an H200 unless named", *MODES.values()), rows, left=4)
+
+
+def training_gains() -> dict[str, list[tuple[float, float]]]:
+    """Parts of eager's wall time and peak memory."""
+    steps = {
+        result["model"]: [(result["of_eager"]["wall_us"], result["of_eager"]["peak"])]
+        for result in run(BLOCKS)["results"]
+    }
+    llama_1b = next(each for each in run("h200-training-steps")["results"] if each["model"] == "llama-1b")
+    llamas = [each for each in run("h200-training")["results"] if each.get("model") == "llama"] + [llama_1b]
+    adapted = [each for each in run(ADAPTERS)["results"] if "dropout" not in each["adapters"]]
+    return {
+        "training: BERT-base, GPT-2": steps["bert"] + steps["gpt2"],
+        "training: ViT-B": steps["vit"],
+        "training: Llama 1B, 8B, 4 layers": [of_eager(each) for each in llamas],
+        "training: Llama with LoRA, no dropout": [of_eager(each) for each in adapted if each["part"] == "step"],
+        "training: LoRA on experts, over PEFT": [of_eager(each) for each in adapted if each["part"] == "experts"],
+    }
+
+
+def of_eager(result: dict) -> tuple[float, float]:
+    eager, ours = (result["providers"][way] for way in ("eager", "ours"))
+    return ours["wall_us"] / eager["wall_us"], ours["peak"] / eager["peak"]
+
+
+def steps_gain(found: list[tuple[float, float]]) -> str:
+    times, peaks = zip(*found, strict=True)
+    least, most = (f"{of(peaks):.0%}" for of in (min, max))
+    return f"{gain(*(1 / time for time in times))}; memory {least if least == most else f'{least[:-1]}-{most}'}"
+
+
+def gains_of_codes() -> dict[str, list[float]]:
+    return {
+        "NF4 MLP, 1-64 rows, over bitsandbytes": quantised_gains(QUANTISED, "nf4", 64),
+        "int8 MLP, 1-64 rows, over bitsandbytes": quantised_gains(INTEGERS, "int8", 64),
+        "int4 MLP (functions only), 1-64 rows, over torch": quantised_gains(INTEGERS, "int4", 64),
+        "FP8 MLP, 1-64 rows, over torch": quantised_gains(FP8, "fp8-blocks", 64) + quantised_gains(FP8, "fp8-rows", 64),
+        "FP8 experts, 1-128 tokens, over bfloat16 ones": quantised_experts_gains("fp8"),
+        "MXFP4 experts (functions only), likewise": quantised_experts_gains("mxfp4"),
+    }
 
 
 # Whole models.
@@ -231,6 +244,10 @@ def models_table() -> str:
     return documents.table(("model, input", *heads), rows, left=1)
 
 
+def spread_of(spreads: list[float]) -> str:
+    return f"spread ±{statistics.median(spreads):.0%}, at most ±{max(spreads):.0%}"
+
+
 def half_range(times: dict) -> float:
     return (times["high"] - times["low"]) / times["ms"] / 2
 
@@ -247,9 +264,9 @@ def models_machine() -> str:
     facts = run("h200-models")["machine"]
     spreads = [half_range(times) for result in models() for times in result["variants"].values()]
     return (
-        f"One {facts['gpu']}, PyTorch {facts['torch']}, transformers {facts['transformers']}, diffusers "
-        f"{facts['diffusers']}, bfloat16, random weights; {facts['copies']} copies of each variant take turns. They "
-        f"differ by ±{statistics.median(spreads):.0%} at the median and ±{max(spreads):.0%} at most."
+        f"{facts['gpu']}, PyTorch {facts['torch']}, transformers {facts['transformers']}, diffusers "
+        f"{facts['diffusers']}, bfloat16, random weights, {facts['copies']} copies of each variant; "
+        f"{spread_of(spreads)}."
     )
 
 
@@ -259,10 +276,7 @@ GENERATED = ("h200-generate", "h100-generate", "h200-generate-mixture", "h200-ge
 def generate_spread() -> str:
     ways = [way for name in GENERATED for result in run(name)["results"] for way in result["setups"].values()]
     spreads = [way["tokens_per_second_spread"] / 2 for way in ways if "tokens_per_second_spread" in way]
-    return (
-        f"On the H200 the turns of one way differ in tokens/s by ±{statistics.median(spreads):.0%} at the median and "
-        f"±{max(spreads):.0%} at most; the runs on the H100 have no spread."
-    )
+    return f"On the H200 {spread_of(spreads)}; on the H100 none was taken."
 
 
 def generate_gains(name: str) -> tuple[list[float], list[float]]:
@@ -350,15 +364,23 @@ def training_steps_table() -> str:
     return documents.table(heads, rows, left=2)
 
 
+BLOCKS = "h200-training-blocks"  # parts of eager alone are stored
+
+
+def training_blocks_table() -> str:
+    rows = []
+    for result in run(BLOCKS)["results"]:
+        title = f"{STEPS[result['model']]}, {' x '.join(map(str, result['shape']))}"
+        rows.append((title, *(f"{part:.2f}" for part in result["of_eager"].values())))
+    return documents.table(("step", "GPU time", "wall time", "peak memory"), rows, left=1)
+
+
 def training_machine() -> str:
     facts = run("h200-training")["machine"]
     spreads = [
         way["wall_us_spread"] / 2 for each in run("h200-training")["results"] for way in each["providers"].values()
     ]
-    return (
-        f"One {facts['gpu']}, PyTorch {facts['torch']}, bfloat16, SiLU; wall time, whose turns differ by "
-        f"±{statistics.median(spreads):.0%} at the median and ±{max(spreads):.0%} at most."
-    )
+    return f"{facts['gpu']}, PyTorch {facts['torch']}, bfloat16, SiLU, wall time; {spread_of(spreads)}."
 
 
 # LoRA.
@@ -399,19 +421,9 @@ def adapters_machine() -> str:
         way[f"{adapters_time(each)}_spread"] / 2 for each in found["results"] for way in each["providers"].values()
     ]
     return (
-        f"One {facts['gpu']}, PyTorch {facts['torch']}, PEFT {facts['peft']}, transformers {facts['transformers']}, "
-        f"bfloat16, SiLU; GPU time, in inference in CUDA graphs, of a step wall time, whose turns differ by "
-        f"±{statistics.median(spreads):.0%} at the median and ±{max(spreads):.0%} at most."
+        f"{facts['gpu']}, PyTorch {facts['torch']}, PEFT {facts['peft']}, transformers {facts['transformers']}, "
+        f"bfloat16, SiLU; GPU time, in inference in CUDA graphs, of steps wall time; {spread_of(spreads)}."
     )
-
-
-def adapters_gain() -> str:
-    """Steps without dropout, and the part of the memory."""
-    steps = [each for each in run(ADAPTERS)["results"] if each["part"] == "step" and "dropout" not in each["adapters"]]
-    times = [each["providers"] for each in steps]
-    speedups = [each["eager"]["wall_us"] / each["ours"]["wall_us"] for each in times]
-    memory = max(each["ours"]["peak"] / each["eager"]["peak"] for each in times)
-    return f"{gain(*speedups)}, {memory:.0%} of the memory"
 
 
 # Quantised weights.
@@ -450,10 +462,27 @@ def quantised_machine(name: str) -> str:
     spreads = [way["graph_us_spread"] / 2 for each in found["results"] for way in each["providers"].values()]
     library = f"bitsandbytes {facts['bitsandbytes']}, " if name != FP8 else ""
     return (
-        f"One {facts['gpu']}, PyTorch {facts['torch']}, {library}SiLU, rows of bfloat16; "
-        f"in CUDA graphs, whose turns differ by ±{statistics.median(spreads):.0%} at the median and "
-        f"±{max(spreads):.0%} at most."
+        f"{facts['gpu']}, PyTorch {facts['torch']}, {library}SiLU, rows of bfloat16, in CUDA graphs; "
+        f"{spread_of(spreads)}."
     )
+
+
+EXPERTS_OF_CODES = "h200-quantised-experts"  # by benchmarks/quantised_experts.py
+
+
+def quantised_experts_gains(kind: str) -> list[float]:
+    """Speed-ups of few tokens over weights of bfloat16."""
+    found = run(EXPERTS_OF_CODES)["results"]
+    return [each["bf16"] / each["ours"] for each in found if each["format"] == kind and each["tokens"] <= 128]
+
+
+def quantised_experts_table() -> str:
+    rows = []
+    for result in run(EXPERTS_OF_CODES)["results"]:
+        cells = (f"{result[way]:.0f}" if way in result else "" for way in ("ours", "decoded", "bf16", "floor"))
+        rows.append((f"{result['name']} in {result['format'].upper()}, {result['tokens']}", *cells))
+    heads = ("experts, tokens", "ours", "decoded first", "bf16 weights", "bytes")
+    return documents.table(heads, rows, left=1)
 
 
 # Models that are not fused whole.
@@ -558,8 +587,7 @@ def gpu_experts_machine() -> str:
     facts = found["machine"]
     return (
         f"{facts['gpu']}, PyTorch {facts['torch']}, transformers {facts['transformers']}, {facts['dtype']}: GPU "
-        f"time in us, balanced routing; the turns of one way lie {statistics.median(spreads):.1%} of their median "
-        f"apart at the median. {'; '.join(shapes.values())}."
+        f"time in us, balanced routing; {spread_of([each / 2 for each in spreads])}. {'; '.join(shapes.values())}."
     )
 
 
@@ -571,7 +599,7 @@ def experts_machine() -> str:
         f"{facts['cpu']}, {facts['threads']} threads, {facts['instructions']}, PyTorch {facts['torch']}, transformers "
         f"{facts['transformers']}, {facts['dtype']}: {shape['experts']} experts of {shape['dim']} x {shape['hidden']}, "
         f"{shape['top_k']} a token. Speed-ups in wall time over the best of transformers' ways. The machine was busy "
-        f"with other work: the turns of one way lie {statistics.median(spreads):.0%} of their median apart."
+        f"with other work: {spread_of([each / 2 for each in spreads])}."
     )
 
 
@@ -668,10 +696,10 @@ def coverage_sentence() -> str:
     types, total, fused, pointwise, _ = counts("all of these")
     experts, experts_fused, experts_pointwise, _ = counts("MoE experts")
     return (
-        f"Of the {total} MLPs in the {types} model types of transformers {version} that can be built from a "
-        f"configuration, {fused / total:.1%} are fused, GEMMs included, and {(fused + pointwise) / total:.1%} with "
-        f"those of which only `act(gate) * up` is. Groups of experts are counted apart: of {experts}, "
-        f"{experts_fused / experts:.1%} are fused as a whole on a CPU, and {experts_pointwise} in the product alone."
+        f"Of the {total} MLPs in the {types} model types of transformers {version} that a configuration builds, "
+        f"{fused / total:.1%} are fused, and {(fused + pointwise) / total:.1%} with those of which only "
+        f"`act(gate) * up` is. Groups of experts: of {experts}, {experts_fused / experts:.1%} are fused whole on a "
+        f"CPU, and {experts_pointwise} in the product alone."
     )
 
 

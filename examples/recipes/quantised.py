@@ -1,8 +1,9 @@
-"""Quantised models: what is quantised runs as its library wrote it, and the report says so.
+"""Quantised weights for inference: quantise, then fuse. The report names layers that run as their library wrote them.
 
 Run: `python examples/recipes/quantised.py`
 
-Projections that the quantiser leaves in 16 or 32 bit are fused where they make up a whole MLP.
+On a GPU kernels read int8 of torchao and bitsandbytes, and FP8 of torchao and transformers. On a CPU such layers are
+left to their library, unless the compiled ops are forced as here.
 """
 
 import torch
@@ -11,18 +12,18 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from transformers import LlamaConfig, LlamaForCausalLM
 
 fused_mlp = get_kernel("org/fused-mlp", version=1)
-torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
+device = "cuda" if torch.cuda.is_available() else "cpu"
 
-config = LlamaConfig(vocab_size=512, hidden_size=256, intermediate_size=688, num_hidden_layers=2, num_attention_heads=4)
-model = LlamaForCausalLM(config).eval()
-tokens = torch.randint(3, 512, (2, 16))
-# The MLP of the first layer is quantised, that of the second is not.
+config = LlamaConfig(vocab_size=512, hidden_size=256, intermediate_size=768, num_hidden_layers=2, num_attention_heads=4)
+model = LlamaForCausalLM(config).to(device, torch.bfloat16).eval()
+tokens = torch.randint(3, 512, (2, 16), device=device)
+# The first MLP is quantised, the second is not.
 quantize_(model.model.layers[0].mlp, Int8WeightOnlyConfig())
 
-with torch.no_grad():
+with torch.no_grad(), fused_mlp.backend("cpu" if device == "cpu" else "auto"):
     expected = model(tokens).logits
     report = fused_mlp.fuse_mlps(model)
     print(report)
-    assert [module.fused for module in report.modules] == [False, True]
-    torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-3, atol=1e-3)
-print(fused_mlp.explain(model.model.layers[0].mlp))
+    assert all(fused_mlp.is_fused(layer.mlp) for layer in model.model.layers) and not report.left
+    torch.testing.assert_close(model(tokens).logits, expected, rtol=0.05, atol=0.05)
+    print(fused_mlp.explain(model.model.layers[0].mlp))

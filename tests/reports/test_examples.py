@@ -10,6 +10,7 @@ import pytest
 import forks
 import machine
 import project
+from survey import blocks
 
 HUB_WAYS = ("default_names", "kernel_config", "kernelize", "standalone_layer")
 RECIPES = sorted((project.ROOT / "examples/recipes").glob("*.py"))
@@ -24,12 +25,32 @@ torch.cuda.is_available = lambda: False
 """,
 }
 THIS, OTHER = TORCHS
+# timm is installed apart (requirements/timm.txt), and what it takes of torchvision are transforms of images.
+BEFORE = {
+    "timm_model": f"""
+import importlib.abc, importlib.machinery, sys, unittest.mock
+
+class Torchvision(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torchvision":
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec):
+        return unittest.mock.MagicMock(__path__=[], __version__="0.28.0")
+
+    def exec_module(self, module):
+        pass
+
+sys.meta_path.insert(0, Torchvision())
+sys.path.append({str(blocks.TIMM)!r})
+"""
+}
 
 
-def run(installed, program, folder, **variables):
+def run(installed, program, folder, before="", **variables):
     """The output of a program that succeeds, with no LOCAL_KERNELS but a given one."""
     environment = {name: value for name, value in os.environ.items() if name != "LOCAL_KERNELS"} | variables
-    done = forks.run(Path(program), cwd=folder, env=environment, before=TORCHS[installed])
+    done = forks.run(Path(program), cwd=folder, env=environment, before=TORCHS[installed] + before)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "No kernel mapping" not in done.stderr
     return done.stdout
@@ -76,7 +97,7 @@ def test_recipes(recipe):
     assert len(text.splitlines()) <= 40
     assert f"Run: `python examples/recipes/{recipe.name}`" in text
     assert f"(../examples/recipes/{recipe.name})" in (project.ROOT / "docs/recipes.md").read_text()
-    said = run(THIS, recipe, project.ROOT, **exported(THIS))
+    said = run(THIS, recipe, project.ROOT, BEFORE.get(recipe.stem, ""), **exported(THIS))
     fused = max(map(int, re.findall(r"^(\d+) of \d+ MLPs run in one call each", said, re.MULTILINE)))
     assert fused > 0 or machine.device_type() == "cuda"  # which has no kernel for experts in float32
 
