@@ -85,7 +85,7 @@ struct StackTiles {
 
 // The copies of a CTA, which run ahead of its products from tile to tile.
 template <typename Gemm>
-struct StackCopies {
+struct GroupCopies {
   using Element = typename Gemm::Element;
   static constexpr int kThreads = Gemm::kThreads;
   static constexpr int kPieces = Gemm::kPieces, kRowsOfPass = kThreads / kPieces, kPasses = Gemm::kRows / kRowsOfPass;
@@ -100,7 +100,7 @@ struct StackCopies {
   int rows[kPasses];                    // where this thread's rows of them begin
   const Element* tokens[kTokenPasses];  // null where there is no such token
 
-  __device__ __forceinline__ StackCopies(const StackArgs& args, const StackTiles<Gemm>& tiles)
+  __device__ __forceinline__ GroupCopies(const StackArgs& args, const StackTiles<Gemm>& tiles)
       : args(args), tiles(tiles), tile(blockIdx.x), block(0) {
     aim();
   }
@@ -177,7 +177,7 @@ struct StackCopies {
   // Starts those of the first blocks, for all stages but one. Only weights are read until the kernel that writes a is
   // done.
   __device__ __forceinline__ void fill(uint32_t ring) {
-    StackCopies ahead = *this;
+    GroupCopies ahead = *this;
 #pragma unroll 1
     for (int stage = 0; stage < Gemm::kStages - 1 && ahead.tile < tiles.count; ++stage) {
       ahead.load_weights(ring + stage * Gemm::kStageBytes);
@@ -408,7 +408,7 @@ __device__ __forceinline__ void multiply_stack(const StackArgs& args, const Stac
   const StackParts<Gemm> parts{reinterpret_cast<float*>(raw_shared + Gemm::kKernel.ring_bytes())};
   const auto after = [](int stage) { return stage + 1 == Gemm::kStages ? 0 : stage + 1; };
   StackScales<Gemm> scales(args, tiles, lane);
-  StackCopies<Gemm> copies(args, tiles);
+  GroupCopies<Gemm> copies(args, tiles);
   copies.fill(ring);
   int reading = 0, writing = Gemm::kStages - 1;
 #pragma unroll 1
