@@ -101,8 +101,9 @@ Answer read_block(const Block& block, PyObject* dtype, bool recording, PyObject*
   return read_norm(last, features, dtype, recording, operands, place + 6);
 }
 
-// Asks of an MLP what is_little_work() does. One whose pattern is to save memory is never too little.
-Answer is_little(const Mlp& mlp, PyObject* operands) {
+// Asks of an MLP what is_little_work() does. One whose pattern is to save memory is never too little. `norms_sum`: the
+// op norms a sum with the result too.
+Answer is_little(const Mlp& mlp, PyObject* operands, bool norms_sum = false) {
   if (PyObject_Size(settings.least_work) == 0) return kNo;
   const Owned memory(PyObject_GetAttr(mlp.pattern, names().memory));
   if (!memory || item(settings.parts, memory.get()) == nullptr) return PyErr_Occurred() ? kError : kNo;
@@ -110,7 +111,9 @@ Answer is_little(const Mlp& mlp, PyObject* operands) {
   const int64_t elements = gated == kError ? -1 : number_of_elements(PyTuple_GetItem(operands, 0));
   const int64_t features = elements < 0 ? -1 : size_of_first(PyTuple_GetItem(operands, 1));
   if (features < 0) return kError;
-  return is_little_work(gated == kYes, mlp.in_eval, elements * features);
+  const Answer many = gated == kYes ? kNo : norms_sum ? kYes : is_composite(mlp.act);
+  if (many == kError) return kError;
+  return is_little_work(gated == kYes, mlp.in_eval, elements * features * (many == kYes ? kOfMany : 1));
 }
 
 // True if a block that autograd follows is one that Python records, and large enough for that: the norm of x, the MLP
@@ -125,7 +128,7 @@ Answer is_recorded_block(const Block& block, const Mlp& mlp, PyObject* dtype, Py
   if (least != nullptr && number_of_elements(block.residual) < PyLong_AsSsize_t(least)) return kNo;
   if (PyErr_Occurred()) return kError;
   if (mlp.projections.size() == 1) return answer(norms_sum);
-  const Answer little = is_little(mlp, operands);
+  const Answer little = is_little(mlp, operands, norms_sum);
   return little == kError ? kError : answer(little == kNo);
 }
 
@@ -235,6 +238,12 @@ Answer needs_gradient(PyObject* operands) {
 int64_t number_of_elements(PyObject* tensor) {
   const Owned numel(PyObject_CallMethodObjArgs(tensor, names().numel, nullptr));
   return numel ? PyLong_AsSsize_t(numel.get()) : -1;
+}
+
+Answer is_composite(PyObject* act) {
+  const Owned kind(PyObject_GetAttr(class_of(act), names().class_name));
+  const bool found = kind && item(settings.composites, kind.get()) != nullptr;
+  return PyErr_Occurred() ? kError : answer(found);
 }
 
 Answer is_little_work(bool gated, bool in_eval, int64_t work) {

@@ -51,6 +51,13 @@ Answer needs_gradient(PyObject* operands);
 // The number of a tensor's elements; negative as sizes are (parts.h).
 int64_t number_of_elements(PyObject* tensor);
 
+// Whether an activation is several operations of torch, so that its parts take long.
+Answer is_composite(PyObject* act);
+
+// So many times its work an MLP without a gate counts for where its parts are many operations: its activation is, or a
+// norm of the sum is behind it (WORK_OF_MANY in dispatch.py).
+constexpr int64_t kOfMany = 4;
+
 // Whether the first layer does too little on a GPU for an op that autograd records, by so many multiplications.
 Answer is_little_work(bool gated, bool in_eval, int64_t work);
 

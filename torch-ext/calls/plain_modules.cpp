@@ -277,9 +277,8 @@ Answer has_composite(PyObject* state) {
   if (modules == nullptr || !PyDict_Check(modules)) return PyErr_Occurred() ? kError : kNo;
   for (Py_ssize_t place = 0; PyDict_Next(modules, &place, &name, &child);) {
     if (item(settings.adapters, class_of(child)) != nullptr) return kYes;
-    const Owned kind(PyObject_GetAttr(class_of(child), names().class_name));
-    const bool found = kind && item(settings.composites, kind.get()) != nullptr;
-    if (found || PyErr_Occurred()) return found ? kYes : kError;
+    const Answer found = is_composite(child);
+    if (found != kNo) return found;
   }
   return kNo;
 }

@@ -133,14 +133,18 @@ def _share(op: str, activation: int) -> int:
     return 1 if op != "mlp" or activation in _WITH_INPUT_KEPT else 64
 
 
-def least_rows(op: str, gated: bool, activation: int, weight: Tensor, memory: str) -> int:
-    """The number of rows from which on a call with this first weight [hidden, in] is one op where autograd follows."""
+def least_rows(op: str, gated: bool, activation: int, weight: Tensor, memory: str, composite: bool = False) -> int:
+    """The number of rows from which on a call with this first weight [hidden, in] is one op where autograd follows.
+
+    ``composite``: the model's activation is several operations of torch.
+    """
     hidden, width = weight.shape
     if memory == RECOMPUTED or weight.numel() == 0:
         return 1
     if weight.is_cpu:
         return -(-dispatch.LEAST_RECORDED.get(weight.dtype, {}).get(op, 0) * _share(op, activation) // hidden)
-    return -(-dispatch.LEAST_WORK.get((gated, False), 0) // (hidden * width))
+    times = dispatch.WORK_OF_MANY if composite and not gated else 1
+    return -(-dispatch.LEAST_WORK.get((gated, False), 0) // (hidden * width * times))
 
 
 def is_left_to_parts(op: str, given: Operands, activation: int, memory: str) -> bool:

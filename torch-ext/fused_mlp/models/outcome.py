@@ -335,10 +335,12 @@ def _without_kernel(mlp: FoundMLP) -> List[Reason]:
 def _notes(module: nn.Module, mlps: Iterable[FoundMLP], methods: Iterable[FunctionType]) -> Tuple[Reason, ...]:
     """The number of rows from which on a module in training runs fused, if there is a bound."""
     memory = next(map(rewriter.memory_of, filter(rewriter.is_fused, methods)), training.KEPT)
-    found = [(mlp.pattern, mlp.activation, _weight(mlp)) for mlp in mlps if module.training]
+    found = [(mlp, mlp.pattern, _weight(mlp)) for mlp in mlps if module.training]
     least = [
-        training.least_rows(pattern.op, pattern.gated, activation.code, weight, memory)
-        for pattern, activation, weight in found
+        training.least_rows(
+            pattern.op, pattern.gated, mlp.activation.code, weight, memory, recognition.is_composite(mlp.act)
+        )
+        for mlp, pattern, weight in found
         if weight is not None and weight.requires_grad
     ]
     return (Reason(FEW_ROWS, "", f"{max(least):,}"),) if least and max(least) > 1 else ()

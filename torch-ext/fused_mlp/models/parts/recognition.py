@@ -20,6 +20,12 @@ _BY_CLASS: Dict[str, str] = {name: row.name for row in ACTIVATIONS for name in (
 # Those that do so by several operations of torch, by the name by which compiled code looks them up.
 COMPOSITES = {name.rpartition(".")[2]: True for row in ACTIVATIONS for name in row.composites}
 
+
+def is_composite(act: Any) -> bool:
+    """True for a module of such a class."""
+    return type(act).__name__ in COMPOSITES
+
+
 # Functions and methods that compute a row of the table, of packages that may not be there.
 _BY_QUALIFIED_NAME: Dict[str, str] = {
     "diffusers.models.activations.GEGLU.gelu": "gelu",
