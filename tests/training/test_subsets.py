@@ -31,6 +31,42 @@ memories = pytest.mark.parametrize("memory", ["activations", "recompute"])
 SIZES = (24, 88, 16)
 
 
+@pytest.mark.parametrize("frozen", ["norm and input", "input", "nothing"])
+def test_a_block_saves_its_input_for_the_norm_alone(fused_mlp, device, frozen):
+    """What no gradient needs may change before the backward, as it may in eager PyTorch."""
+    blocks = sys.modules[f"{fused_mlp.__name__}.autograd.blocks"]
+    code = sys.modules[f"{fused_mlp.__name__}.activations"].get_activation("gelu").code
+    made = reference.operands("mlp", (64,), (24, 88, 24), device=device)
+    x, fc1, fc2, *biases = (each.requires_grad_() for each in made.values())
+    norm = [torch.rand(24, device=device, requires_grad=True) for _ in range(2)]
+    for each in {"norm and input": [x, *norm], "input": [x], "nothing": []}[frozen]:
+        each.requires_grad_(False)
+
+    def eager(x):
+        hidden = F.gelu(F.linear(F.layer_norm(x, (24,), *norm, 1e-5), fc1, biases[0]))
+        return x + F.linear(hidden, fc2, biases[1])
+
+    def ours(x):
+        given = (fc1, None, fc2, biases[0], None, biases[1], None, *norm, 1e-5, 1, code, None, True, 0.0)
+        return blocks.pre_normed(x, *given)
+
+    def gradients(block):
+        changed = x.detach().clone().requires_grad_() if frozen == "nothing" else x.clone()
+        y = block(changed)
+        changed.data.add_(0) if frozen == "nothing" else changed.add_(1.0)
+        return torch.autograd.grad(
+            y.square().sum(), [each for each in (fc1, fc2, *biases, *norm) if each.requires_grad]
+        )
+
+    if frozen == "input":
+        for block in (eager, ours):
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                gradients(block)
+    else:
+        for found, expected in zip(gradients(ours), gradients(eager), strict=True):
+            assert_close(found, expected)
+
+
 def operands(kind, device, biases, rows=64, sizes=SIZES):
     if kind != "packed_gated":
         return reference.operands(kind, (rows,), sizes, device=device, biases=biases)

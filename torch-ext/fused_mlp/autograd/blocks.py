@@ -39,8 +39,9 @@ class _PreNormed(torch.autograd.Function):
             if dropout != 0.0:
                 result, mask = _native_dropout(result, dropout, True)
             result = x + result
-        more = x, norm_weight, norm_bias, statistics, mask
-        training.save(ctx, mlp, output, _of_mlp(ctx.needs_input_grad), activation, up_first, keep, more)
+        needs = _of_mlp(ctx.needs_input_grad)
+        more = x if needs[0] else None, norm_weight, norm_bias, statistics, mask
+        training.save(ctx, mlp, output, needs, activation, up_first, keep, more)
         ctx.norm = eps, code, dropout
         return result
 
@@ -51,10 +52,10 @@ class _PreNormed(torch.autograd.Function):
         saved, (eps, code, dropout), needs = ctx.saved_tensors, ctx.norm, ctx.needs_input_grad
         x, norm_weight, norm_bias, statistics, mask = saved[-5:]
         norm = norms.Given(x, norm_weight, norm_bias, eps, code, False)
-        of_x, *of_layers = nodes.asked(ctx, grad, (x, *saved[1:7]))
+        of_x, *of_layers = nodes.asked(ctx, grad, saved[:7])
         of_norm = of_x, needs[8], needs[9]
         is_seen = training.is_gradient_seen(grad)
-        if is_seen:
+        if is_seen and x is not None:
             with torch.enable_grad():
                 saved = (reference.norm(*norm), *saved[1:])  # as autograd knows it
         elif saved[0] is None:
