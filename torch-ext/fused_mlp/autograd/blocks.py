@@ -17,9 +17,9 @@ from torch import Tensor
 from ..backends import reference
 from . import nodes, norms, training
 
-# The nodes take the operands of the MLP's op, the residual, or None where that is x, weight and bias of the
-# norm, its eps and code (torch-ext/ops/norm.h), the activation's code, ``up_first`` and ``keep`` as ``training.run``
-# has them, and the probability of a dropout, 0 for none. Nothing traces the call or watches its operations.
+# The nodes take the seven operands of ``training_forward``; the residual, or None where that is x; the norm's weight,
+# bias, eps and code (torch-ext/ops/norm.h); the activation's code; ``up_first`` and ``keep`` of ``training_forward``;
+# and the probability of a dropout, 0 for none. They are for calls that nothing traces and whose operations nobody sees.
 
 # Bound once: to look these up is a measurable part of a small call.
 _below_autograd = torch._C._AutoDispatchBelowAutograd

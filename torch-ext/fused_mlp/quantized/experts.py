@@ -17,6 +17,7 @@ from ..autograd import training
 from ..backends import native, plans
 from ..experts import NO_ADAPTERS, Adapters, Form
 from ..operands import OperandTypeError, OperandValueError, shape_of
+from .weights import check_parts
 
 FORMATS = ("fp8", "mxfp4")
 _MX_BLOCK = 32
@@ -310,15 +311,4 @@ def _check_stack(x: Tensor, name: str, weight: QuantizedStack) -> None:
         "data": (torch.uint8, count // 2) if is_mx else (torch.float8_e4m3fn, count),
         "scales": (torch.uint8 if is_mx else torch.float32, blocks),
     }
-    for part, (dtype, elements) in wanted.items():
-        tensor = getattr(weight, part)
-        if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
-            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise OperandTypeError(f"{name}.{part} must be a tensor of {dtype}, got {got}")
-        if tensor.device != x.device:
-            raise OperandValueError(f"{name}.{part} must be on the device of x, {x.device}, got {tensor.device}")
-        if tensor.numel() != elements or not tensor.is_contiguous():
-            raise OperandValueError(
-                f"{name}.{part} must be contiguous, of {elements} elements to fit [experts, out, in] = {list(shape)} "
-                f"in blocks of {block[0]} x {block[1]}, got {shape_of(tensor)}"
-            )
+    check_parts(x, name, weight, wanted)

@@ -283,7 +283,7 @@ def _check(x: Tensor, name: str, weight: QuantizedWeight) -> None:
         "nested_scales": (torch.float32, -(-blocks // weight.nested_block)),
         "nested_code": (torch.float32, 256),
     }
-    _check_parts(x, name, weight, dict(list(wanted.items())[: 4 if is_nested else 2]))
+    check_parts(x, name, weight, dict(list(wanted.items())[: 4 if is_nested else 2]))
 
 
 def _check_blocked(x: Tensor, name: str, weight: QuantizedWeight) -> None:
@@ -303,13 +303,11 @@ def _check_blocked(x: Tensor, name: str, weight: QuantizedWeight) -> None:
     blocks = -(-shape[0] // block[0]) * -(-shape[1] // block[1])
     count = weight.numel() // 2 if weight.format == "int4" else weight.numel()
     wanted = {"data": (BLOCKED[weight.format], count), "scales": (torch.float32, blocks)}
-    _check_parts(x, name, weight, wanted)
+    check_parts(x, name, weight, wanted)
 
 
-def _check_parts(x: Tensor, name: str, weight: QuantizedWeight, wanted: Dict[str, Tuple[torch.dtype, int]]) -> None:
-    """Checks each tensor of a weight: its dtype, how many elements it has, and where it is."""
-    shape, block = weight.shape, weight.block
-    words = " x ".join(map(str, block)) if isinstance(block, tuple) else str(block)
+def check_parts(x: Tensor, name: str, weight: Any, wanted: Dict[str, Tuple[torch.dtype, int]]) -> None:
+    """Checks each tensor of a weight, or of a stack of them: its dtype, how many elements it has, and where it is."""
     for part, (dtype, count) in wanted.items():
         tensor = getattr(weight, part)
         if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
@@ -318,8 +316,11 @@ def _check_parts(x: Tensor, name: str, weight: QuantizedWeight, wanted: Dict[str
         if tensor.device != x.device:
             raise OperandValueError(f"{name}.{part} must be on the device of x, {x.device}, got {tensor.device}")
         if tensor.numel() != count or not tensor.is_contiguous():
+            shape, block = tuple(weight.shape), weight.block
+            axes = "[out, in]" if len(shape) == 2 else "[experts, out, in]"
+            words = " x ".join(map(str, block)) if isinstance(block, tuple) else str(block)
             raise OperandValueError(
-                f"{name}.{part} must be contiguous, of {count} elements to fit [out, in] = {list(shape)} in blocks of "
+                f"{name}.{part} must be contiguous, of {count} elements to fit {axes} = {list(shape)} in blocks of "
                 f"{words}, got {shape_of(tensor)}"
             )
 

@@ -225,7 +225,7 @@ def parameters_of(part: nn.Module) -> Union[str, Tuple[Tensor, Optional[Tensor]]
     return refusals.parameters_of(part)
 
 
-# What a module may hold in the place of what its class, or torch, has put there.
+# Attributes of a module that may take the place of what its class, or torch, has put there.
 _OWN = {"forward", "weight", "bias", "_call_impl", "_compiled_call_impl"}
 _PLAIN = {torch.float32, torch.bfloat16, torch.float16}
 
