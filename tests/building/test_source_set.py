@@ -11,7 +11,7 @@ import pytest
 import machine
 import project
 
-# Where the ci-test runs there are torch, kernels and pytest. Python runs a module of this name when it starts.
+# The environment of the ci-test has torch, kernels and pytest. Python runs a module of this name when it starts.
 NOTHING_ELSE = """
 import sys
 for name in ("transformers", "accelerate", "peft", "diffusers", "rich", "jinja2", "project", "machine"):

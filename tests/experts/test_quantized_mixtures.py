@@ -112,7 +112,7 @@ def test_weights_are_read_at_each_call(fused_mlp, device, own):
 
 
 def test_what_is_left(fused_mlp, device, own, monkeypatch):
-    """What is not understood, or changed since, runs as it was written."""
+    """Code that is not understood, or changed since, runs as it was written."""
     operands = given(device)
     with torch.no_grad(), taken(fused_mlp):
         model = holder(experts(device=device))

@@ -334,7 +334,7 @@ def test_a_config_without_mlp_bias_means_no_bias(fused_mlp):
     assert fused_mlp.layers.GeGLUMLPLayout(config).gate_proj.bias is None
 
 
-# Where kernelize finds no layer.
+# Models in which kernelize finds no layer.
 
 
 def mapping_for(layer, modes=None, **options):

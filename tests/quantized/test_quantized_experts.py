@@ -18,7 +18,7 @@ def fp8_values(codes):
 
 
 def mxfp4_values(data, scales):
-    """Of codes [..., n / 2] and scales [..., n / 32], in float64."""
+    """The values of codes [..., n / 2] and scales [..., n / 32], in float64."""
     table = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=torch.float64, device=data.device)
     codes = torch.stack((data % 16, data // 16), -1).flatten(-2).long()
     factors = torch.pow(2.0, scales.double() - 127)
@@ -50,7 +50,7 @@ def to_fp8(rows):
 
 
 def of_rounded_rows(made, wide, activation, gated=True):
-    """What products of FP8 by FP8 compute, which round x and the hidden values; else in float64."""
+    """The result of products of FP8 by FP8, which round x and the hidden values; else in float64."""
     x, act = to_fp8(made["x"]), FORMULAS[activation].exact
     slots = x.new_zeros(*made["top_k_index"].shape, wide["down_weight"].shape[1])
     for expert, (first, second) in enumerate(zip(wide["gate_up_weight"], wide["down_weight"], strict=True)):

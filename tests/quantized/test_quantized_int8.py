@@ -62,7 +62,7 @@ def of_rows(source):
     return made
 
 
-# How a layer is made of a plain one, the format, and the error of its own products.
+# The function that makes a layer of a plain one, the format, and the error of its own products.
 KINDS = {
     "bitsandbytes": (of_bitsandbytes, "int8", 4e-2),
     "torchao int8": (of_torchao("Int8WeightOnlyConfig"), "int8", 1e-4),

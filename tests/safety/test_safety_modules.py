@@ -270,7 +270,7 @@ def test_requires_grad_is_toggled(fused_mlp, device, way):
 @kinds
 @pytest.mark.parametrize("name", ["_call_impl", "_compiled_call_impl"])
 def test_a_call_of_its_own(fused_mlp, device, way, kind, name):
-    """Of a projection that somebody has wrapped, or compiled: that is called, as often as the module is."""
+    """A projection that somebody has wrapped, or compiled, is called as often as the module is."""
     model, fused = pair(fused_mlp, way, kind(bias=True).to(device))
     for each in (model, fused):
         layer = each.get_submodule(PROJECTIONS[kind][-1])

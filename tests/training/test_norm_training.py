@@ -120,7 +120,7 @@ def test_bad_operands_are_named(ops, device):
 
 @pytest.mark.skipif(machine.device_type() != "cpu", reason="a GPU's op pays at any size")
 def test_small_ones_in_eval_mode_run_as_they_were_written(fused_mlp, device, monkeypatch):
-    """Where autograd follows, likely for no backward: from a number of values on, or in training, it is the op."""
+    """If autograd follows, likely for no backward: from a number of values on, or in training, it is the op."""
     norm = LlamaRMSNorm(16)
     fused = copy.deepcopy(norm)
     assert fused_mlp.fuse_mlps(fused).norms

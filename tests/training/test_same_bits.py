@@ -96,7 +96,7 @@ def test_a_checkpoint_that_is_reentrant(fused_mlp, device):
 
 
 def test_explain_says_so(fused_mlp, device):
-    """Where it holds: in training mode, with autograd off, and not in inference mode."""
+    """It holds in training mode, with autograd off, and not in inference mode."""
     model, _ = made("Llama", device, torch.bfloat16)
     fused_mlp.fuse_mlps(model)
     for each in (model, model.model.layers[0].mlp):

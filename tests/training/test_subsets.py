@@ -33,7 +33,7 @@ SIZES = (24, 88, 16)
 
 @pytest.mark.parametrize("trains_norm", [False, True])
 def test_a_block_saves_its_input_for_the_norm_alone(fused_mlp, device, trains_norm):
-    """What no gradient needs may change before the backward, as it may in eager PyTorch."""
+    """An operand that no gradient needs may change before the backward, as it may in eager PyTorch."""
     blocks = sys.modules[f"{fused_mlp.__name__}.autograd.blocks"]
     code = sys.modules[f"{fused_mlp.__name__}.activations"].get_activation("gelu").code
     x, *layers = reference.operands("mlp", (64,), (24, 88, 24), device=device).values()

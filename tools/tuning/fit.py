@@ -120,7 +120,7 @@ def fit_tiled(points: list[Point], bandwidth: float, model: Model) -> dict[Kerne
     nearness = np.array([point.best for _, point, _ in timed]) / times
     of_kernel = np.array([kernels.index(kernel) for _, _, kernel in timed])
     pairs = [(point, kernel) for _, point, kernel in timed]
-    # Where bytes take no time, the estimate is linear in the constants: those of one at a time give the columns.
+    # If bytes take no time, the estimate is linear in the constants: those of one at a time give the columns.
     unbound = Pairs(model, pairs, np.inf)
     terms = np.stack([unbound.estimates(unit) for unit in np.eye(len(fields(TiledTime)))], axis=1)
     first = np.array(

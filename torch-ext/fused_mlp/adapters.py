@@ -266,7 +266,7 @@ def _unpacked(lists: Sequence[Sequence[Any]], up_first: bool) -> List[List[Any]]
     return [*split[:2], [a[0], *a], split[2], [scalings[0], *scalings], [0.0, *dropouts]]
 
 
-# Where the first layer, up and the second are among those of a pattern, by whether it is gated and how many it has.
+# The places of the first layer, up and the second among those of a pattern, by whether it is gated and how many it has.
 _PLACES = {(False, 1): (0, None, None), (False, 2): (0, None, 1), (True, 2): (0, 1, None), (True, 3): (0, 1, 2)}
 
 

@@ -146,7 +146,10 @@ def _of_groups(rows: Tensor, weight: Tensor, order: Routing) -> Tensor:
 
 
 def _low_rank(rows: Tensor, adapter: Any, order: Routing) -> Tensor:
-    """What an adapter adds to a product. Few rows take the factors of their experts alone, and no others are cast."""
+    """The term that an adapter adds to a product.
+
+    Few rows take the factors of their experts alone, and no others are cast.
+    """
     a, b, scaling = adapter[:3]
     if rows.shape[0] < a.shape[0]:
         named, of_rows = (order.experts < a.shape[0]).unsqueeze(-1), order.experts.clamp(max=a.shape[0] - 1)
@@ -226,7 +229,7 @@ class _RowsToTokens(torch.autograd.Function):
         wide = _wide(values)
         shares = torch.where(skipped, 0, weights.to(wide))
         sums = (_of_slots(values, skipped, rows, masked) * shares.unsqueeze(-1)).sum(1)
-        # Where the last thing that a function does is a cast to the dtype that is there, torch 2.11 compiles it without
+        # If the last thing that a function does is a cast to the dtype that is there, torch 2.11 compiles it without
         # a gradient.
         return sums if sums.dtype == values.dtype else sums.to(values.dtype)
 

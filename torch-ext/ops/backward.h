@@ -321,6 +321,7 @@ class Backward {
       dup = new_dense(gate, gate_rows.sizes());
     }
     Backend::apply(gate_rows, dvalues, dup, activation_);
+    if (in_place && second_weight) release(gate);
     if (needs(kSecondBias)) add_found(kSecondBias, of_bias(grad_));
     if (needs(kUpWeight)) add_found(kUpWeight, of_weight(dup, kUpWeight));
     if (needs(kUpBias)) add_found(kUpBias, of_bias(dup));

@@ -91,7 +91,7 @@ def activate(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def derivative(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
-    # Where x sigmoid(z) is differentiated, x comes last: its factor has vanished before x z' could overflow.
+    # If x sigmoid(z) is differentiated, x comes last: its factor has vanished before x z' could overflow.
     if ACTIVATION == LINEAR:
         return tl.full(x.shape, 1.0, tl.float32)
     elif ACTIVATION == GELU:
