@@ -24,8 +24,8 @@ unsigned threads_for(int64_t elements, int64_t of_thread) {
 
 // Two vectors for each thread keep the memory busy. Elements that fit into one round of blocks take as long as one
 // thread's arithmetic: with one vector that is half.
-template <typename T, int Width, typename Op, typename Function>
-cudaError_t launch(const Operands<Op>& operands, int64_t rows, int64_t cols, Function function, cudaStream_t stream) {
+template <typename T, int Width, typename Op>
+cudaError_t launch(Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, int64_t cols, cudaStream_t stream) {
   const int vectors = Width > 1 && rows * cols <= kOneRound<Width> ? 1 : kMostVectors;
   const unsigned threads = threads_for(rows * cols, Width * vectors);
   unsigned x = threads;  // narrow rows share a block
@@ -33,15 +33,15 @@ cudaError_t launch(const Operands<Op>& operands, int64_t rows, int64_t cols, Fun
   const dim3 block(x, threads / x);
   const dim3 grid(static_cast<unsigned>(ceil_div(cols, int64_t{x} * Width * vectors)),
                   static_cast<unsigned>(std::min(ceil_div(rows, block.y), kMaxGridY)));
-  pointwise_kernel<T, Width><<<grid, block, 0, stream>>>(operands, rows, cols, vectors, function);
+  pointwise_kernel<T, Width, Op><<<grid, block, 0, stream>>>(operands, rows, cols, vectors);
   return cudaGetLastError();
 }
 
-template <typename T, int Width, typename Op, typename Function>
-cudaError_t launch_row(const Operands<Op>& operands, int64_t cols, Function function, cudaStream_t stream) {
+template <typename T, int Width, typename Op>
+cudaError_t launch_row(Operands<Op::kInputs, Op::kOutputs> operands, int64_t cols, cudaStream_t stream) {
   const unsigned threads = threads_for(cols, Width);
   const auto blocks = static_cast<unsigned>(ceil_div(cols, int64_t{threads} * Width));
-  row_kernel<T, Width><<<blocks, threads, 0, stream>>>(operands, static_cast<int>(cols), function);
+  row_kernel<T, Width, Op><<<blocks, threads, 0, stream>>>(operands, static_cast<int>(cols));
   return cudaGetLastError();
 }
 
@@ -53,8 +53,8 @@ bool vectorisable(const Matrix (&matrices)[N], int64_t rows) {
   });
 }
 
-template <typename T, typename Op, Activation A>
-cudaError_t run(Operands<Op> operands, int64_t rows, int64_t cols, cudaStream_t stream) {
+template <typename T, typename Op>
+cudaError_t run(Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, int64_t cols, cudaStream_t stream) {
   if (rows == 0 || cols == 0) return cudaSuccess;
   const auto dense = [&](const Matrix& m) { return m.row_stride == cols; };
   if (std::all_of(std::begin(operands.in), std::end(operands.in), dense) &&
@@ -69,21 +69,18 @@ cudaError_t run(Operands<Op> operands, int64_t rows, int64_t cols, cudaStream_t 
       // The kernel of a single row takes less time for few elements, and needs no second launch for the last ones.
       constexpr int64_t kFewElements = 4 * kOneRound<kWidth>, kMostElements = int64_t{1} << 30;
       if (rows == 1 && (cols <= kFewElements || (cols % kWidth != 0 && cols <= kMostElements))) {
-        return launch_row<T, kWidth>(operands, cols, Known<Op, A>(), stream);
+        return launch_row<T, kWidth, Op>(operands, cols, stream);
       }
     }
     done = cols - cols % kWidth;
     if (done > 0) {
-      const cudaError_t error = launch<T, kWidth>(operands, rows, done, Known<Op, A>(), stream);
+      const cudaError_t error = launch<T, kWidth, Op>(operands, rows, done, stream);
       if (error != cudaSuccess || done == cols) return error;
     }
   }
-  const auto skip = [&](Matrix& m) {
-    if (m.data != nullptr) m.data = static_cast<T*>(m.data) + done;
-  };
-  std::for_each(std::begin(operands.in), std::end(operands.in), skip);
-  std::for_each(std::begin(operands.out), std::end(operands.out), skip);
-  return launch<T, 1>(operands, rows, cols - done, Given<Op>{static_cast<int>(A)}, stream);
+  for (Matrix& m : operands.in) m.data = static_cast<T*>(m.data) + done;
+  for (Matrix& m : operands.out) m.data = static_cast<T*>(m.data) + done;
+  return launch<T, 1, Op>(operands, rows, cols - done, stream);
 }
 
 }  // namespace
@@ -94,8 +91,8 @@ cudaError_t launch_act_and_mul(Matrix gate, Matrix up, Matrix out, int64_t rows,
     using T = std::remove_pointer_t<decltype(element)>;
     cudaError_t error = cudaErrorInvalidValue;
     visit_activation(activation, [&]<Activation A>() {
-      error = up.data == nullptr ? run<T, Forward<T, false>, A>({{gate}, {out}}, rows, cols, stream)
-                                 : run<T, Forward<T, true>, A>({{gate, up}, {out}}, rows, cols, stream);
+      error = up.data == nullptr ? run<T, Forward<A, T, false>>({{gate}, {out}}, rows, cols, stream)
+                                 : run<T, Forward<A, T, true>>({{gate, up}, {out}}, rows, cols, stream);
     });
     return error;
   });
@@ -104,15 +101,19 @@ cudaError_t launch_act_and_mul(Matrix gate, Matrix up, Matrix out, int64_t rows,
 cudaError_t launch_act_and_mul_backward(Matrix grad, Matrix gate, Matrix up, Matrix gate_grad, Matrix up_grad,
                                         Matrix values, int64_t rows, int64_t cols, DType dtype, int64_t activation,
                                         cudaStream_t stream) {
-  if (values.data == nullptr) values.row_stride = gate_grad.row_stride;
   return visit_dtype(dtype, [&](auto* element) {
     using T = std::remove_pointer_t<decltype(element)>;
     cudaError_t error = cudaErrorInvalidValue;
     visit_activation(activation, [&]<Activation A>() {
       if (up.data == nullptr) {
-        error = run<T, Backward<T, false>, A>({{grad, gate}, {gate_grad, values}}, rows, cols, stream);
+        error = values.data == nullptr
+                    ? run<T, Backward<A, T, false, false>>({{grad, gate}, {gate_grad}}, rows, cols, stream)
+                    : run<T, Backward<A, T, false, true>>({{grad, gate}, {gate_grad, values}}, rows, cols, stream);
       } else {
-        error = run<T, Backward<T, true>, A>({{grad, gate, up}, {gate_grad, up_grad, values}}, rows, cols, stream);
+        error = values.data == nullptr
+                    ? run<T, Backward<A, T, true, false>>({{grad, gate, up}, {gate_grad, up_grad}}, rows, cols, stream)
+                    : run<T, Backward<A, T, true, true>>({{grad, gate, up}, {gate_grad, up_grad, values}}, rows, cols,
+                                                         stream);
       }
     });
     return error;
@@ -120,8 +121,7 @@ cudaError_t launch_act_and_mul_backward(Matrix grad, Matrix gate, Matrix up, Mat
 }
 
 cudaError_t launch_add(void* sum, void* term, int64_t elements, cudaStream_t stream) {
-  return run<float, Sum, Activation::kLinear>({{{sum, elements}, {term, elements}}, {{sum, elements}}}, 1, elements,
-                                              stream);
+  return run<float, Sum>({{{sum, elements}, {term, elements}}, {{sum, elements}}}, 1, elements, stream);
 }
 
 }  // namespace fused_mlp

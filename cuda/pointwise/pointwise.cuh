@@ -19,35 +19,32 @@ using Fn = ActivationFn<A, std::is_same_v<T, float> ? Precision::kFloat32 : Prec
 
 // The operations: `kInputs` operands in, `kOutputs` out, `apply` on one element of each. Those that are light have
 // row_kernel besides: a loop shows in their time where there are few elements.
-template <typename T, bool Gated>
+template <Activation A, typename T, bool Gated>
 struct Forward {
   static constexpr bool kIsLight = true;
   static constexpr int kInputs = Gated ? 2 : 1;
   static constexpr int kOutputs = 1;
-  template <Activation A>
   static __device__ __forceinline__ void apply(const float (&in)[kInputs], float (&out)[kOutputs]) {
     out[0] = Fn<A, T>::value(in[0]);
     if constexpr (Gated) out[0] *= in[1];
   }
 };
 
-// The last output is what Forward computes, and may be left out.
-template <typename T, bool Gated>
+// With `Values`, the last output is what Forward computes.
+template <Activation A, typename T, bool Gated, bool Values>
 struct Backward {
   static constexpr bool kIsLight = false;
   static constexpr int kInputs = Gated ? 3 : 2;
-  static constexpr int kOutputs = Gated ? 3 : 2;
-  template <Activation A>
+  static constexpr int kOutputs = (Gated ? 2 : 1) + (Values ? 1 : 0);
   static __device__ __forceinline__ void apply(const float (&in)[kInputs], float (&out)[kOutputs]) {
-    const float grad = in[0], gate = in[1], value = Fn<A, T>::value(gate);
+    const float grad = in[0], gate = in[1];
     if constexpr (Gated) {
       out[0] = grad * in[2] * Fn<A, T>::derivative(gate);
-      out[1] = grad * value;
-      out[2] = value * in[2];
+      out[1] = grad * Fn<A, T>::value(gate);
     } else {
       out[0] = grad * Fn<A, T>::derivative(gate);
-      out[1] = value;
     }
+    if constexpr (Values) out[kOutputs - 1] = Fn<A, T>::value(gate) * (Gated ? in[kInputs - 1] : 1.0f);
   }
 };
 
@@ -55,57 +52,38 @@ struct Sum {
   static constexpr bool kIsLight = false;
   static constexpr int kInputs = 2;
   static constexpr int kOutputs = 1;
-  template <Activation>
   static __device__ __forceinline__ void apply(const float (&in)[kInputs], float (&out)[kOutputs]) {
     out[0] = in[0] + in[1];
   }
 };
 
-// An operation with its activation: known to the compiler for vectors, given at run time for single elements, which are
-// few or lie so badly that the time of a branch is hidden.
-template <typename Op, Activation A>
-struct Known {
-  __device__ __forceinline__ void operator()(const float (&in)[Op::kInputs], float (&out)[Op::kOutputs]) const {
-    Op::template apply<A>(in, out);
-  }
-};
-
-template <typename Op>
-struct Given {
-  int activation;
-  __device__ __forceinline__ void operator()(const float (&in)[Op::kInputs], float (&out)[Op::kOutputs]) const {
-    visit_activation(activation, [&]<Activation A>() { Op::template apply<A>(in, out); });
-  }
-};
-
-// An output whose data is null is left out.
-template <typename Op>
+template <int Inputs, int Outputs>
 struct Operands {
-  Matrix in[Op::kInputs];
-  Matrix out[Op::kOutputs];
+  Matrix in[Inputs];
+  Matrix out[Outputs];
 };
 
 constexpr int kMostVectors = 2;
 
-template <typename Op, typename Function, typename T, int Width>
-__device__ __forceinline__ void apply_to_vectors(const Function& function, const Vector<T, Width> (&in)[Op::kInputs],
+template <typename Op, typename T, int Width>
+__device__ __forceinline__ void apply_to_vectors(const Vector<T, Width> (&in)[Op::kInputs],
                                                  float (&results)[Op::kOutputs][Width]) {
 #pragma unroll
   for (int lane = 0; lane < Width; ++lane) {
     float x[Op::kInputs], y[Op::kOutputs];
 #pragma unroll
     for (int i = 0; i < Op::kInputs; ++i) x[i] = to_float(in[i].lane[lane]);
-    function(x, y);
+    Op::apply(x, y);
 #pragma unroll
     for (int i = 0; i < Op::kOutputs; ++i) results[i][lane] = y[i];
   }
 }
 
 // A block covers blockDim.y rows and blockDim.x * vectors vectors of columns. A thread has so many in flight per
-// operand. `Function` is Known or Given.
-template <typename T, int Width, typename Op, typename Function>
+// operand.
+template <typename T, int Width, typename Op>
 __global__ void __launch_bounds__(kThreads)
-    pointwise_kernel(Operands<Op> operands, int64_t rows, int64_t cols, int vectors, Function function) {
+    pointwise_kernel(Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, int64_t cols, int vectors) {
   using Vec = Vector<T, Width>;
   // At 16 bits a vector has work enough to hide latencies: not unrolled, the loop takes fewer registers, and more warps
   // fit. A vector of float32 has half as many values.
@@ -129,11 +107,10 @@ __global__ void __launch_bounds__(kThreads)
       const int64_t col = first_col + int64_t{u} * blockDim.x * Width;
       if (u >= vectors || col + Width > cols) break;
       float results[Op::kOutputs][Width];
-      apply_to_vectors<Op>(function, in[0], results);
+      apply_to_vectors<Op>(in[0], results);
 #pragma unroll
       for (int i = 0; i < Op::kOutputs; ++i) {
-        T* const out = static_cast<T*>(operands.out[i].data);
-        if (out != nullptr) store(out + row * operands.out[i].row_stride + col, results[i]);
+        store(static_cast<T*>(operands.out[i].data) + row * operands.out[i].row_stride + col, results[i]);
       }
 #pragma unroll
       for (int i = 0; i < Op::kInputs; ++i) in[0][i] = in[1][i];  // a variable index would take `in` out of registers
@@ -142,8 +119,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // One vector of a single row for each thread, and one element of those behind the last vector for the first ones.
-template <typename T, int Width, typename Op, typename Function>
-__global__ void __launch_bounds__(kThreads) row_kernel(Operands<Op> operands, int cols, Function function) {
+template <typename T, int Width, typename Op>
+__global__ void __launch_bounds__(kThreads) row_kernel(Operands<Op::kInputs, Op::kOutputs> operands, int cols) {
   const auto apply_at = [&]<int W>(int col) {
     Vector<T, W> in[Op::kInputs];
 #pragma unroll
@@ -151,7 +128,7 @@ __global__ void __launch_bounds__(kThreads) row_kernel(Operands<Op> operands, in
       in[i] = *reinterpret_cast<const Vector<T, W>*>(static_cast<const T*>(operands.in[i].data) + col);
     }
     float results[Op::kOutputs][W];
-    apply_to_vectors<Op>(function, in, results);
+    apply_to_vectors<Op>(in, results);
 #pragma unroll
     for (int i = 0; i < Op::kOutputs; ++i) store(static_cast<T*>(operands.out[i].data) + col, results[i]);
   };
