@@ -1,7 +1,7 @@
 // One kernel for a whole layer, or the reason why there is none.
 #pragma once
 
-#include "../../torch-ext/calls/direct.h"
+#include "../../torch-ext/calls/direct/plain.h"
 #include "../device.h"
 #include "../gemm/architecture.h"
 

@@ -4,7 +4,7 @@
 
 #include "../global_state/modes.h"
 #include "../global_state/settings.h"
-#include "direct_call.h"
+#include "direct/call.h"
 #include "plain_mlp.h"
 
 namespace fused_mlp {
@@ -68,7 +68,8 @@ PyObject* split_mlp(PyObject* firsts, PyObject* seconds, PyObject* owner, PyObje
   const size_t in_front = passing.size() - PyLong_AsSsize_t(PyTuple_GetItem(last, kCountBehind));
   Few& given = starts;
   if (!given.add(parts[0])) return nullptr;
-  Mlp mlp{PyTuple_GetItem(of_first, 0), x, given.all().subspan(1), given.all()[0], passing.first(in_front)};
+  const bool in_eval = item(state, names().training) == Py_False;
+  Mlp mlp{PyTuple_GetItem(of_first, 0), x, given.all().subspan(1), given.all()[0], passing.first(in_front), in_eval};
   if (ending != Py_None && PyTuple_Size(rest) == 1) {
     const Block block{Py_None,
                       Py_None,
@@ -79,7 +80,7 @@ PyObject* split_mlp(PyObject* firsts, PyObject* seconds, PyObject* owner, PyObje
     Owned whole(fused(mlp, recording, &block));
     if (!whole && !is_answer()) return nullptr;
     const bool recorded = whole && PyTuple_Check(whole.get()) && PyTuple_Size(whole.get()) == 3;
-    if (recorded || (whole && class_of(whole.get()) == settings.tensor)) return whole.release();  // or as below
+    if (recorded || whole.get() == Py_False || (whole && class_of(whole.get()) == settings.tensor)) return whole.release();  // or as below
   }
   if (followed == kYes) return nullptr;
   mlp.between = passing;
@@ -201,7 +202,8 @@ PyObject* block_of(PyObject* wholes, PyObject* module, PyObject* x, bool recordi
   const size_t layers = PyLong_AsSsize_t(PyTuple_GetItem(names, 2));
   const Objects passing = parts.subspan(1 + layers);
   const size_t in_front = passing.size() - PyLong_AsSsize_t(PyTuple_GetItem(segment, kCountBehind));
-  const Mlp mlp{PyTuple_GetItem(names, 0), x, parts.subspan(1, layers), parts[0], passing.first(in_front)};
+  const bool in_eval = item(state, fused_mlp::names().training) == Py_False;
+  const Mlp mlp{PyTuple_GetItem(names, 0), x, parts.subspan(1, layers), parts[0], passing.first(in_front), in_eval};
   return fused_before(passing.subspan(in_front), mlp, recording, block);
 }
 
@@ -478,7 +480,7 @@ PyObject* py_block(PyObject* given) {
     const Owned act = activation_of(owner, plan);
     const bool known =
         act && owner.add_all(field(plan, kProjections), &projections) && owner.add_all(field(plan, kBetween), &between);
-    const Mlp mlp{field(plan, kPattern), of[2], projections.all(), act.get(), between.all()};
+    const Mlp mlp{field(plan, kPattern), of[2], projections.all(), act.get(), between.all(), owner.is_in_eval()};
     return known ? fused(mlp, recording, &block) : nullptr;
   });
 }

@@ -1,7 +1,7 @@
 #include "settings.h"
 
 #include "../calls/answers.h"
-#include "../calls/direct_call.h"
+#include "../calls/direct/call.h"
 
 namespace fused_mlp {
 namespace {
@@ -15,7 +15,8 @@ constexpr const char* kSettings[] = {
     "dtypes",       "float32",        "is_narrowed", "on_device",  "refusal",     "every_gpu",
     "parts",        "least_recorded", "least_work",  "least_sum",  "least_norm",  "blocks",
     "is_inference", "is_transformed", "quiet",       "autocast",   "composed",    "modes",
-    "empty",        "unchanged",      "exchange",    "is_negated", "empty_like",  "is_profiled"};
+    "empty",        "unchanged",      "exchange",    "is_negated", "empty_like",  "is_profiled",
+    "handles",      "shares",         "work_of_many"};
 static_assert(sizeof(Settings) == sizeof(kSettings));
 
 const Names* made_names = nullptr;

@@ -21,8 +21,7 @@ from . import nodes, norms, training
 # bias, eps and code (torch-ext/ops/norm.h); the activation's code; ``up_first`` and ``keep`` of ``training_forward``;
 # and the probability of a dropout, 0 for none. They are for calls that nothing traces and whose operations nobody sees.
 
-# Bound once: to look these up is a measurable part of a small call.
-_below_autograd = torch._C._AutoDispatchBelowAutograd
+# Bound once: to look it up is a measurable part of a small call.
 _native_dropout = torch._VF.native_dropout
 
 
@@ -31,14 +30,13 @@ class _PreNormed(torch.autograd.Function):
     def forward(ctx: Any, *block: Any) -> Tensor:
         x, *layers = block[:7]
         norm_weight, norm_bias, eps, code, activation, up_first, keep, dropout = block[8:]
-        with _below_autograd():
-            normed, statistics = norms._plain_forward(x, norm_weight, norm_bias, eps, code, False)
-            mlp = (normed, *layers)
-            output, mask = training._plain_forward(*mlp, activation, keep, up_first), None
-            result = output[0]
-            if dropout != 0.0:
-                result, mask = _native_dropout(result, dropout, True)
-            result = x + result
+        normed, statistics = norms._plain_forward(x, norm_weight, norm_bias, eps, code, False)
+        mlp = (normed, *layers)
+        output, mask = training._plain_forward(*mlp, activation, keep, up_first), None
+        result = output[0]
+        if dropout != 0.0:
+            result, mask = _native_dropout(result, dropout, True)
+        result = x + result
         needs = _of_mlp(ctx.needs_input_grad)
         more = x if needs[0] else None, norm_weight, norm_bias, statistics, mask
         training.save(ctx, mlp, output, needs, activation, up_first, keep, more)
@@ -80,11 +78,10 @@ class _PostNormed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *block: Any) -> Tuple[Tensor, Tensor]:
         residual, norm_weight, norm_bias, eps, code, activation, up_first, keep, dropout = block[7:]
-        with _below_autograd():
-            output = training._plain_forward(*block[:7], activation, keep, up_first)
-            y, total, statistics, *masks = norms._plain_sum_forward(
-                output[0], residual, norm_weight, norm_bias, eps, code, dropout
-            )
+        output = training._plain_forward(*block[:7], activation, keep, up_first)
+        y, total, statistics, *masks = norms._plain_sum_forward(
+            output[0], residual, norm_weight, norm_bias, eps, code, dropout
+        )
         more = total, norm_weight, norm_bias, statistics, masks[0] if masks else None
         training.save(ctx, block[:7], output, ctx.needs_input_grad[:7], activation, up_first, keep, more)
         ctx.norm = eps, code, dropout

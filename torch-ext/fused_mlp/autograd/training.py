@@ -30,13 +30,13 @@ from .nodes import Operands
 KEPT, RECOMPUTED = MEMORY = ("activations", "recompute")
 
 _forward, _backward = native.training_forward, native.training_backward
-# Without what OpOverload does before them in Python, for calls that nothing traces.
+# Past torch's dispatcher where nothing has to see them there (torch-ext/calls/direct/ops.h), for calls that nothing
+# traces.
 _plain_forward, _plain_backward, _plain_backward_in_place = (
-    getattr(op, "_op", None) for op in (_forward, _backward, native.training_backward_)
+    getattr(native.plain_modules, name, None) for name in ("training_forward", "training_backward", "training_backward_")
 )
 
 # Bound once: to look these up is a measurable part of a small call.
-_below_autograd = torch._C._AutoDispatchBelowAutograd
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 is_transformed = torch._C._are_functorch_transforms_active
 _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
@@ -121,7 +121,8 @@ def kept(op: str, given: Operands, memory: str) -> Tuple[Tuple[str, ...], int]:
 def recorded_elements(op: str, given: Operands, activation: int, memory: str) -> Optional[int]:
     """The number of hidden values of a call, which decides if its op saves time; None if it recomputes.
 
-    By one whose activation is as cheap as ReLU, which keeps its result, an op without a gate saves much less.
+    By one whose activation is as cheap as ReLU, which keeps its result, an op without a gate saves much less: so many
+    values count for one.
     """
     if memory == RECOMPUTED:
         return None
@@ -130,7 +131,7 @@ def recorded_elements(op: str, given: Operands, activation: int, memory: str) ->
 
 
 def _share(op: str, activation: int) -> int:
-    return 1 if op != "mlp" or activation in _WITH_INPUT_KEPT else 64
+    return SHARES.get(activation, 1) if op == "mlp" else 1
 
 
 def least_rows(op: str, gated: bool, activation: int, weight: Tensor, memory: str, composite: bool = False) -> int:
@@ -190,6 +191,7 @@ def _first_layer(given: Operands, activation: int, up_first: Optional[bool], bac
 
 
 _NAMES = frozenset(("linear", "gated_linear", "mlp", "gated_mlp"))
+SHARES = {row.code: 64 for row in ACTIVATIONS if row.result_kept}
 _WITH_INPUT_KEPT = frozenset(row.code for row in ACTIVATIONS if not row.result_kept)
 NO_ACTIVATION = get_activation(None).code
 
@@ -348,8 +350,7 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        with _below_autograd():
-            output = _plain_forward(*inputs)
+        output = _plain_forward(*inputs)
         save(ctx, inputs, output, ctx.needs_input_grad, inputs[7], inputs[9], inputs[8])
         return output[0]
 

@@ -50,8 +50,10 @@ _kernels: Dict[Tuple[type, Callable[..., Tensor]], bool] = {}
 # Classes of linear layers beside torch's, and whether their weights are [in, out]; if not, they have no bias.
 _linears: Dict[type, Tuple[Guards, bool]] = {}
 _OP_NAMES = ("linear", "mlp", "gated_linear", "gated_mlp", "residual_mlp", "residual_gated_mlp")
+_TRAINING_OP_NAMES = ("training_forward", "training_backward", "training_backward_")
+_TRAINING_OP_NAMES += ("norm_forward", "sum_norm_forward", "norm_backward")
 # Without what OpOverload does before this in Python.
-_ops = {name: getattr(getattr(native, name), "_op", None) for name in _OP_NAMES}
+_ops = {name: getattr(getattr(native, name), "_op", None) for name in (*_OP_NAMES, *_TRAINING_OP_NAMES)}
 _act_and_mul = getattr(native.act_and_mul, "_op", None)
 
 # By name of an op that may take more time than its parts where autograd follows: the function that computes these.
@@ -96,6 +98,15 @@ def known_by(act: Union[Act, str]) -> Union[Act, str]:
 # A function that returns something true where torch's dispatcher has more to do than to call an op. A future torch may
 # lack it: all ops are called then.
 _is_profiled = getattr(torch.autograd, "_profiler_enabled", None)
+
+
+def _handles() -> Optional[Tuple[Callable[..., Any], Callable[..., Any]]]:
+    """Functions of torch between tensors and their handles, if they do what AOTInductor has them for."""
+    functions = getattr(torch._C, "_aoti", None)
+    to_handles = getattr(functions, "unsafe_alloc_void_ptrs_from_tensors", None)
+    to_tensors = getattr(functions, "alloc_tensors_by_stealing_from_void_ptrs", None)
+    return None if None in (_is_profiled, to_handles, to_tensors) else (to_handles, to_tensors)
+
 
 # Objects of torch and of this package that compiled code uses; settings.h describes them.
 _settings = {
@@ -174,6 +185,9 @@ _settings = {
     "is_negated": Tensor.is_neg,
     "empty_like": torch.empty_like,
     "is_profiled": _is_profiled,
+    "handles": _handles(),
+    "shares": training.SHARES,
+    "work_of_many": dispatch.WORK_OF_MANY,
 }
 plain = native.plain_modules  # None where nothing is compiled
 if plain is not None:
@@ -296,7 +310,9 @@ def block(
     if not is_grad_enabled() and (module is None or module.training) and is_as_recorded(module, x, operands):
         return recorded_block(block, plan, module, x, residual, factor, modulation, operands)
     found = None if plain is None else plain.block(plan, module, x, residual, factor, modulation, operands)
-    return of_operands(*found) if type(found) is tuple else found
+    if type(found) is tuple:
+        return of_operands(*found)
+    return None if found is False else found
 
 
 def recorded_block(
@@ -338,10 +354,7 @@ def of_operands(pattern: Pattern, operands: Tuple[Any, ...], dropout: Optional[f
             if not _are_halves(first, first_bias):
                 return None
     memory = pattern.memory
-    name = "gated_mlp" if pattern.gated else "mlp"
-    if activation == training.NO_ACTIVATION or (
-        x.is_cpu and training.is_left_to_parts(name, layers, activation, memory)
-    ):
+    if activation == training.NO_ACTIVATION:
         return None
     keep = memory == training.KEPT or training.keeps(layers, memory)
     if keep and not given[0].requires_grad and training.is_first_frozen(*layers):

@@ -1,0 +1,165 @@
+#include "ops.h"
+
+#include <array>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "../../global_state/modes.h"
+#include "../../global_state/settings.h"
+#include "../../torch_binding.h"
+#include "../answers.h"
+#include "../plain_mlp.h"
+
+namespace fused_mlp {
+namespace {
+
+// The functions of torch between tensors of Python's and handles of tensors, each in a capsule: lists of them.
+PyObject* to_handles() { return PyTuple_GetItem(settings.handles, 0); }
+PyObject* to_tensors() { return PyTuple_GetItem(settings.handles, 1); }
+
+// True if the dispatcher would do nothing with this tensor but to hand it on to the ops of this build.
+bool is_plain(const Tensor& tensor) {
+#if defined(CUDA_KERNEL)
+  static const int32_t device = aoti_torch_device_type_cuda();
+#else
+  static const int32_t device = aoti_torch_device_type_cpu();
+#endif
+  static const int32_t strided = aoti_torch_layout_strided();
+  int32_t its_device = -1, layout = -1;
+  return aoti_torch_get_device_type(tensor.get(), &its_device) == 0 && its_device == device &&
+         aoti_torch_get_layout(tensor.get(), &layout) == 0 && layout == strided;
+}
+
+// Takes the operands that are tensors into the places of theirs. False where one is not plain.
+bool take_tensors(PyObject* operands, OptionalTensor* tensors) {
+  const Py_ssize_t count = PyTuple_Size(operands);
+  const Owned given(PyList_New(0));
+  for (Py_ssize_t i = 0; given && i < count; ++i) {
+    PyObject* const operand = PyTuple_GetItem(operands, i);
+    if (!is_tensor(operand)) continue;
+    const Owned negated(PyObject_CallFunctionObjArgs(settings.is_negated, operand, nullptr));
+    if (truth(negated.get()) != kNo || PyList_Append(given.get(), operand) != 0) return false;
+  }
+  const Owned handles(given ? PyObject_CallFunctionObjArgs(to_handles(), given.get(), nullptr) : nullptr);
+  for (Py_ssize_t i = 0, next = 0; handles && i < count; ++i) {
+    if (!is_tensor(PyTuple_GetItem(operands, i))) continue;
+    void* const handle = PyCapsule_GetPointer(PyList_GetItem(handles.get(), next++), nullptr);
+    if (handle == nullptr) return false;
+    tensors[i] = Tensor(static_cast<AtenTensorHandle>(handle));
+  }
+  bool plain = static_cast<bool>(handles);
+  for (Py_ssize_t i = 0; i < count; ++i) plain = plain && (!tensors[i] || is_plain(*tensors[i]));
+  return plain;
+}
+
+// An operand as a parameter of an op's function; `fits` says whether it can be.
+template <typename Parameter>
+struct Operand;
+
+template <>
+struct Operand<const Tensor&> {
+  static bool fits(PyObject*, const OptionalTensor& tensor) { return tensor.has_value(); }
+  static const Tensor& of(PyObject*, const OptionalTensor& tensor) { return *tensor; }
+};
+
+template <>
+struct Operand<const OptionalTensor&> {
+  static bool fits(PyObject* given, const OptionalTensor& tensor) { return tensor || given == Py_None; }
+  static const OptionalTensor& of(PyObject*, const OptionalTensor& tensor) { return tensor; }
+};
+
+template <>
+struct Operand<int64_t> {
+  static bool fits(PyObject* given, const OptionalTensor&) { return PyLong_Check(given); }
+  static int64_t of(PyObject* given, const OptionalTensor&) { return PyLong_AsSsize_t(given); }
+};
+
+template <>
+struct Operand<double> {
+  static bool fits(PyObject* given, const OptionalTensor&) { return PyFloat_Check(given); }
+  static double of(PyObject* given, const OptionalTensor&) { return PyFloat_AsDouble(given); }
+};
+
+template <>
+struct Operand<bool> {
+  static bool fits(PyObject* given, const OptionalTensor&) { return given == Py_True || given == Py_False; }
+  static bool of(PyObject* given, const OptionalTensor&) { return given == Py_True; }
+};
+
+template <>
+struct Operand<std::optional<bool>> {
+  static bool fits(PyObject* given, const OptionalTensor& tensor) {
+    return given == Py_None || Operand<bool>::fits(given, tensor);
+  }
+  static std::optional<bool> of(PyObject* given, const OptionalTensor&) {
+    return given == Py_None ? std::nullopt : std::optional(given == Py_True);
+  }
+};
+
+PyObject* tensors_of(const std::vector<Tensor>& found) {
+  const Owned handles(PyList_New(0));
+  for (const Tensor& each : found) {
+    AtenTensorHandle handle = nullptr;
+    if (!handles || aoti_torch_new_tensor_handle(each.get(), &handle) != 0) return PyErr_NoMemory();
+    const Owned capsule(PyCapsule_New(handle, nullptr, nullptr));
+    if (!capsule || PyList_Append(handles.get(), capsule.get()) != 0) return nullptr;
+  }
+  return handles ? PyObject_CallFunctionObjArgs(to_tensors(), handles.get(), nullptr) : nullptr;
+}
+
+template <typename... Tensors>
+PyObject* tensors_of(const std::tuple<Tensors...>& found) {
+  return std::apply([](const auto&... each) { return tensors_of(std::vector<Tensor>{each...}); }, found);
+}
+
+// Calls an op's function into `*found`, where nothing has to see the call. False where the op is left to the
+// dispatcher: an error of Python's may then be set.
+template <typename Result, typename... Parameters, size_t... kPlaces>
+bool call(Result (*op)(Parameters...), PyObject* operands, PyObject** found, std::index_sequence<kPlaces...>) {
+  constexpr size_t kCount = sizeof...(Parameters);
+  if (settings.handles == Py_None || PyTuple_Size(operands) != kCount) return false;
+  if (is_quiet() != kYes || said_by(settings.is_profiled) != kNo) return false;
+  std::array<OptionalTensor, kCount> tensors;
+  if (!take_tensors(operands, tensors.data())) return false;
+  if (!(Operand<Parameters>::fits(PyTuple_GetItem(operands, kPlaces), tensors[kPlaces]) && ...)) return false;
+  const std::tuple<Parameters...> given{Operand<Parameters>::of(PyTuple_GetItem(operands, kPlaces),
+                                                                tensors[kPlaces])...};
+  if (PyErr_Occurred()) return false;
+  std::optional<Result> result;
+  const bool succeeded = succeeds([&] {
+    const Unlocked unlocked;
+    result.emplace(std::apply(op, given));
+  });
+  *found = succeeded ? tensors_of(*result) : nullptr;
+  return true;
+}
+
+template <typename Result, typename... Parameters>
+bool call(Result (*op)(Parameters...), PyObject* operands, PyObject** found) {
+  return call(op, operands, found, std::index_sequence_for<Parameters...>());
+}
+
+template <auto kOp, PyObject* Names::* kName>
+PyObject* past_dispatcher(PyObject*, PyObject* operands) {
+  PyObject* found = nullptr;
+  if (call(kOp, operands, &found)) return found;
+  if (!is_answer()) return nullptr;
+  PyObject* const op = item(settings.ops, names().*kName);
+  return op == nullptr ? nullptr : PyObject_CallObject(op, operands);
+}
+
+}  // namespace
+
+PyMethodDef direct_op_methods[] = {
+    {"norm_forward", past_dispatcher<norm_forward, &Names::norm_forward>, METH_VARARGS, nullptr},
+    {"sum_norm_forward", past_dispatcher<sum_norm_forward, &Names::sum_norm_forward>, METH_VARARGS, nullptr},
+    {"norm_backward", past_dispatcher<norm_backward, &Names::norm_backward>, METH_VARARGS, nullptr},
+    {"training_forward", past_dispatcher<training_forward, &Names::training_forward>, METH_VARARGS, nullptr},
+    {"training_backward", past_dispatcher<training_backward, &Names::training_backward>, METH_VARARGS, nullptr},
+    {"training_backward_", past_dispatcher<training_backward_, &Names::training_backward_>, METH_VARARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace fused_mlp
