@@ -1,5 +1,11 @@
 #include "ops.h"
 
+#if defined(CUDA_KERNEL)
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
+#else
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
+#endif
+
 #include <array>
 #include <tuple>
 #include <type_traits>
@@ -19,14 +25,17 @@ namespace {
 PyObject* to_handles() { return PyTuple_GetItem(settings.handles, 0); }
 PyObject* to_tensors() { return PyTuple_GetItem(settings.handles, 1); }
 
+#if defined(CUDA_KERNEL)
+constexpr auto device_of_ops = aoti_torch_device_type_cuda;
+constexpr auto add_tensors = aoti_torch_cuda_add_Tensor;
+#else
+constexpr auto device_of_ops = aoti_torch_device_type_cpu;
+constexpr auto add_tensors = aoti_torch_cpu_add_Tensor;
+#endif
+
 // True if the dispatcher would do nothing with this tensor but to hand it on to the ops of this build.
 bool is_plain(const Tensor& tensor) {
-#if defined(CUDA_KERNEL)
-  static const int32_t device = aoti_torch_device_type_cuda();
-#else
-  static const int32_t device = aoti_torch_device_type_cpu();
-#endif
-  static const int32_t strided = aoti_torch_layout_strided();
+  static const int32_t device = device_of_ops(), strided = aoti_torch_layout_strided();
   int32_t its_device = -1, layout = -1;
   return aoti_torch_get_device_type(tensor.get(), &its_device) == 0 && its_device == device &&
          aoti_torch_get_layout(tensor.get(), &layout) == 0 && layout == strided;
@@ -141,11 +150,40 @@ bool call(Result (*op)(Parameters...), PyObject* operands, PyObject** found) {
   return call(op, operands, found, std::index_sequence_for<Parameters...>());
 }
 
-template <auto kOp, PyObject* Names::* kName>
+// x + mlp(norm(x)) and norm(residual + dropout(mlp(x))) as one call: what the two ops give, with the result first.
+std::vector<Tensor> pre_normed_forward(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight,
+                                       const OptionalTensor& second_weight, const OptionalTensor& bias,
+                                       const OptionalTensor& up_bias, const OptionalTensor& second_bias,
+                                       const OptionalTensor& norm_weight, const OptionalTensor& norm_bias, double eps,
+                                       int64_t norm, int64_t activation, bool keep, std::optional<bool> up_first) {
+  const auto [normed, statistics] = norm_forward(x, norm_weight, norm_bias, eps, norm, false);
+  const auto [out, gate, up] = training_forward(normed, weight, up_weight, second_weight, bias, up_bias, second_bias,
+                                                activation, keep, up_first);
+  AtenTensorHandle sum = nullptr;
+  TORCH_ERROR_CODE_CHECK(add_tensors(x.get(), out.get(), 1.0, &sum));
+  return {Tensor(sum), gate, up, normed, statistics};
+}
+
+std::vector<Tensor> post_normed_forward(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight,
+                                        const OptionalTensor& second_weight, const OptionalTensor& bias,
+                                        const OptionalTensor& up_bias, const OptionalTensor& second_bias,
+                                        const Tensor& residual, const OptionalTensor& norm_weight,
+                                        const OptionalTensor& norm_bias, double eps, int64_t norm, int64_t activation,
+                                        std::optional<bool> up_first, bool keep, double dropout) {
+  const auto [out, gate, up] =
+      training_forward(x, weight, up_weight, second_weight, bias, up_bias, second_bias, activation, keep, up_first);
+  std::vector<Tensor> found = sum_norm_forward(out, residual, norm_weight, norm_bias, eps, norm, dropout);
+  found.insert(found.begin() + 1, {gate, up});
+  return found;
+}
+
+// Without a name of an op, what is left is None.
+template <auto kOp, PyObject* Names::* kName = nullptr>
 PyObject* past_dispatcher(PyObject*, PyObject* operands) {
   PyObject* found = nullptr;
   if (call(kOp, operands, &found)) return found;
   if (!is_answer()) return nullptr;
+  if constexpr (kName == nullptr) Py_RETURN_NONE;
   PyObject* const op = item(settings.ops, names().*kName);
   return op == nullptr ? nullptr : PyObject_CallObject(op, operands);
 }
@@ -156,6 +194,8 @@ PyMethodDef direct_op_methods[] = {
     {"norm_forward", past_dispatcher<norm_forward, &Names::norm_forward>, METH_VARARGS, nullptr},
     {"sum_norm_forward", past_dispatcher<sum_norm_forward, &Names::sum_norm_forward>, METH_VARARGS, nullptr},
     {"norm_backward", past_dispatcher<norm_backward, &Names::norm_backward>, METH_VARARGS, nullptr},
+    {"pre_normed_forward", past_dispatcher<pre_normed_forward>, METH_VARARGS, nullptr},
+    {"post_normed_forward", past_dispatcher<post_normed_forward>, METH_VARARGS, nullptr},
     {"training_forward", past_dispatcher<training_forward, &Names::training_forward>, METH_VARARGS, nullptr},
     {"training_backward", past_dispatcher<training_backward, &Names::training_backward>, METH_VARARGS, nullptr},
     {"training_backward_", past_dispatcher<training_backward_, &Names::training_backward_>, METH_VARARGS, nullptr},

@@ -12,7 +12,7 @@ import itertools
 from operator import itemgetter
 from sys import getrefcount
 from types import ModuleType
-from typing import Any, Callable, Optional, Tuple
+from typing import Any, Callable, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -243,12 +243,12 @@ def _setup_context(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
     needs, keep = ctx.needs_input_grad, inputs[8]
     # All operands, for a gradient that is differentiated: what traces this sees which the op is given.
-    ctx.save_for_backward(*inputs[:7], *_values(inputs, output, nodes.saved(needs, keep)))
+    ctx.save_for_backward(*inputs[:7], *_values(inputs, output[1:], nodes.saved(needs, keep)))
     ctx.how, ctx.own, ctx.edges = (inputs[7], inputs[9], keep, nodes.layout(inputs, needs)), None, {}
 
 
-def _values(inputs: Tuple[Any, ...], output: Tuple[Tensor, ...], saved: nodes.Saved) -> Tuple[Optional[Tensor], ...]:
-    return (output[1] if saved.gate else None, output[2] if saved.up and inputs[2] is not None else None)
+def _values(inputs: Tuple[Any, ...], kept: Sequence[Tensor], saved: nodes.Saved) -> Tuple[Optional[Tensor], ...]:
+    return (kept[0] if saved.gate else None, kept[1] if saved.up and inputs[2] is not None else None)
 
 
 def _gradients(ctx: Any, grad: Optional[Tensor], *_: None) -> Tuple[Optional[Tensor], ...]:
@@ -321,7 +321,7 @@ if native.DEVICE_TYPE is not None:
 def save(
     ctx: Any,
     inputs: Operands,
-    output: Tuple[Tensor, ...],
+    kept: Sequence[Tensor],
     needs: nodes.Needs,
     activation: int,
     up_first: Optional[bool],
@@ -330,11 +330,13 @@ def save(
 ) -> None:
     """Sets what :func:`gradients` reads of a node whose op was given ``inputs``; ``more`` is saved behind that.
 
+    ``kept`` are gate and up before the activation.
+
     Values that are kept belong to the node, where no hooks have to see what autograd saves: nobody else gets hold of
     them, so that they may be overwritten.
     """
     saved = nodes.saved(needs, keep)
-    operands, own = saved.operands((*nodes.apart(inputs), None)), _values(inputs, output, saved)
+    operands, own = saved.operands((*nodes.apart(inputs), None)), _values(inputs, kept, saved)
     ctx.how = activation, up_first, keep, nodes.layout(inputs, needs)
     ctx.edges = nodes.edges(inputs, saved.lost)
     # By the attributes that the methods of these names set: set_materialize_grads(), save_for_backward().
@@ -350,9 +352,9 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        output = _plain_forward(*inputs)
-        save(ctx, inputs, output, ctx.needs_input_grad, inputs[7], inputs[9], inputs[8])
-        return output[0]
+        result, *kept = _plain_forward(*inputs)
+        save(ctx, inputs, kept, ctx.needs_input_grad, inputs[7], inputs[9], inputs[8])
+        return result
 
     backward = staticmethod(_gradients)
 
