@@ -84,22 +84,6 @@ struct FusedGemm {
   }
 };
 
-// Memory of torch's allocator without a tensor around it, which the CPU has in a third of the time. What is queued on
-// the stream may use it still when it is given back, as with a tensor's.
-class Scratch {
- public:
-  explicit Scratch(int64_t bytes) {
-    TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_caching_allocator_raw_alloc(bytes, &data_));
-  }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  ~Scratch() { aoti_torch_cuda_caching_allocator_raw_delete(data_); }
-  void* data() const { return data_; }
-
- private:
-  void* data_ = nullptr;
-};
-
 // A thread's first product by torch on a GPU makes a cuBLAS handle, which cannot be made while a stream is captured. A
 // GEMM of ours may be torch's in a graph, and all products before may have been ours: torch is to make one before.
 bool lacks_cublas_handle(const FusedGemm& gemm, int32_t device);
