@@ -15,6 +15,7 @@
 #pragma weak PyCapsule_New
 #pragma weak PyDict_GetItemString
 #pragma weak PyDict_GetItemWithError
+#pragma weak PyDict_New
 #pragma weak PyDict_Next
 #pragma weak PyDict_Type
 #pragma weak PyErr_Clear
@@ -38,9 +39,9 @@
 #pragma weak PyFloat_AsDouble
 #pragma weak PyFloat_FromDouble
 #pragma weak PyFloat_Type
-#pragma weak PyList_Append
 #pragma weak PyList_GetItem
 #pragma weak PyList_New
+#pragma weak PyList_SetItem
 #pragma weak PyList_Size
 #pragma weak PyLong_AsSsize_t
 #pragma weak PyLong_FromSsize_t
@@ -55,6 +56,7 @@
 #pragma weak PyObject_GetAttr
 #pragma weak PyObject_HasAttrString
 #pragma weak PyObject_IsTrue
+#pragma weak PyObject_SetAttr
 #pragma weak PyObject_Size
 #pragma weak PySequence_Contains
 #pragma weak PyTuple_GetItem

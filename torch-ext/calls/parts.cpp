@@ -224,7 +224,8 @@ PyObject* held_weight(PyObject* layer) {
   const bool known = class_of(layer) == settings.linear || item(settings.linears, class_of(layer)) != nullptr;
   PyObject* const state = known ? state_of(layer) : nullptr;
   PyObject* const parameters = state == nullptr ? nullptr : item(state, names().parameters);
-  PyObject* const weight = parameters == nullptr || !PyDict_Check(parameters) ? nullptr : item(parameters, names().weight);
+  PyObject* const weight =
+      parameters == nullptr || !PyDict_Check(parameters) ? nullptr : item(parameters, names().weight);
   return weight != nullptr && class_of(weight) == settings.parameter ? weight : nullptr;
 }
 

@@ -121,7 +121,7 @@ Answer is_little(const Mlp& mlp, PyObject* weight, PyObject* code, PyObject* dty
   if (in == 0) return kNo;
   if (of_dtype != nullptr) {
     PyObject* const least = item(of_dtype, gated == kYes ? names().gated_mlp : names().mlp);
-    PyObject* const share = gated == kYes ? nullptr : item(settings.shares, code);
+    PyObject* const share = gated == kYes || code == nullptr ? nullptr : item(settings.shares, code);
     const int64_t values = elements / in * (of_weight / in) / (share == nullptr ? 1 : PyLong_AsSsize_t(share));
     return PyErr_Occurred() ? kError : answer(least != nullptr && values < PyLong_AsSsize_t(least));
   }
@@ -268,13 +268,20 @@ Answer is_little_work(bool gated, bool in_eval, int64_t work) {
   return PyErr_Occurred() ? kError : answer(least != nullptr && work < PyLong_AsSsize_t(least));
 }
 
+Answer is_left(const Mlp& mlp, PyObject* code, PyObject* dtype, const Block& block) {
+  PyObject* const weight = held_weight(mlp.projections[0]);
+  const Answer followed = PyErr_Occurred() ? kError : is_plainly_followed(mlp.x, weight);
+  return followed == kYes ? is_little(mlp, weight, code, dtype, &block) : followed;
+}
+
 PyObject* fused(const Mlp& mlp, bool recording, const Block* block, bool adapted) {
   // First the parts: one with hooks, or of another class, runs as it was written for as long as it is there.
   PyObject* dtype = dtype_taken(mlp.x);
   if (dtype == nullptr) return nullptr;
   PyObject* known = known_activation(mlp.act, recording);
   if (known == nullptr || is_undisturbed() != kYes) return nullptr;
-  PyObject *const code = PyTuple_GetItem(known, 1), *const weight = recording ? held_weight(mlp.projections[0]) : nullptr;
+  PyObject *const code = PyTuple_GetItem(known, 1), *const weight =
+                                                        recording ? held_weight(mlp.projections[0]) : nullptr;
   const Answer little = recording && block != nullptr ? is_little(mlp, weight, code, dtype, block) : kNo;
   if (PyErr_Occurred()) return nullptr;
   // This saves all other questions.

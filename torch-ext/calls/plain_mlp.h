@@ -57,6 +57,11 @@ Answer is_composite(PyObject* act);
 // Whether the first layer does too little on a GPU for an op that autograd records, by so many multiplications.
 Answer is_little_work(bool gated, bool in_eval, int64_t work);
 
+// Whether autograd follows an MLP, as x or its first weight tells, and it does too little for an op that is recorded,
+// or its block does. Asked before all else, it saves all other questions: neither guards nor hooks are asked. `code` is
+// that of the activation, or nullptr.
+Answer is_left(const Mlp& mlp, PyObject* code, PyObject* dtype, const Block& block);
+
 // The result, or the operands of the op where that is left to Python. nullptr is an error where one is set, else an
 // answer: it is not known. With a block, the result is that of the block, and what is left is the pattern and the
 // operands, where gate and up are packed or autograd follows, and then also the probability of an active dropout behind

@@ -59,11 +59,14 @@ struct Settings {
   PyObject* is_negated;
   PyObject* empty_like;
   PyObject* is_profiled;
-  PyObject* handles;  // functions of torch: from a list of tensors to their handles, and back; None where there are none
+  PyObject* handles;       // functions of torch: from a tensor to a handle of it, and back; None where there are none
   PyObject* shares;        // by code of an activation: how many hidden values count for one in least_recorded, of MLPs
                            // without a gate
   PyObject* work_of_many;  // how many times its work an MLP without a gate counts for in least_work where its parts are
                            // many operations: its activation is, or a norm of the sum is behind it
+  PyObject* saved_tensors_hooks;  // a function of torch: the hooks of tensors that autograd saves
+  PyObject* layout;               // functions of autograd/nodes.py
+  PyObject* edges;
 };
 extern Settings settings;
 
@@ -109,6 +112,15 @@ struct Names {
   PyObject* get_device = PyUnicode_InternFromString("get_device");
   PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
   PyObject* is_inference = PyUnicode_InternFromString("is_inference");
+  PyObject* is_leaf = PyUnicode_InternFromString("is_leaf");
+  PyObject* is_contiguous = PyUnicode_InternFromString("is_contiguous");
+  PyObject* detach = PyUnicode_InternFromString("detach");
+  // Attributes of a node of autograd (autograd/training.py).
+  PyObject* how = PyUnicode_InternFromString("how");
+  PyObject* edges = PyUnicode_InternFromString("edges");
+  PyObject* own = PyUnicode_InternFromString("own");
+  PyObject* to_save = PyUnicode_InternFromString("to_save");
+  PyObject* materialize_grads = PyUnicode_InternFromString("materialize_grads");
   PyObject* op = PyUnicode_InternFromString("op");
   PyObject* memory = PyUnicode_InternFromString("memory");
   PyObject* packed = PyUnicode_InternFromString("packed");

@@ -21,9 +21,9 @@
 namespace fused_mlp {
 namespace {
 
-// The functions of torch between tensors of Python's and handles of tensors, each in a capsule: lists of them.
-PyObject* to_handles() { return PyTuple_GetItem(settings.handles, 0); }
-PyObject* to_tensors() { return PyTuple_GetItem(settings.handles, 1); }
+// The functions of torch from a tensor of Python's to a handle of it, which is new and in a capsule, and back.
+PyObject* to_handle() { return PyTuple_GetItem(settings.handles, 0); }
+PyObject* to_tensor() { return PyTuple_GetItem(settings.handles, 1); }
 
 #if defined(CUDA_KERNEL)
 constexpr auto device_of_ops = aoti_torch_device_type_cuda;
@@ -43,24 +43,18 @@ bool is_plain(const Tensor& tensor) {
 
 // Takes the operands that are tensors into the places of theirs. False where one is not plain.
 bool take_tensors(PyObject* operands, OptionalTensor* tensors) {
-  const Py_ssize_t count = PyTuple_Size(operands);
-  const Owned given(PyList_New(0));
-  for (Py_ssize_t i = 0; given && i < count; ++i) {
+  for (Py_ssize_t i = 0, count = PyTuple_Size(operands); i < count; ++i) {
     PyObject* const operand = PyTuple_GetItem(operands, i);
     if (!is_tensor(operand)) continue;
     const Owned negated(PyObject_CallFunctionObjArgs(settings.is_negated, operand, nullptr));
-    if (truth(negated.get()) != kNo || PyList_Append(given.get(), operand) != 0) return false;
-  }
-  const Owned handles(given ? PyObject_CallFunctionObjArgs(to_handles(), given.get(), nullptr) : nullptr);
-  for (Py_ssize_t i = 0, next = 0; handles && i < count; ++i) {
-    if (!is_tensor(PyTuple_GetItem(operands, i))) continue;
-    void* const handle = PyCapsule_GetPointer(PyList_GetItem(handles.get(), next++), nullptr);
+    if (truth(negated.get()) != kNo) return false;
+    const Owned capsule(PyObject_CallFunctionObjArgs(to_handle(), operand, nullptr));
+    void* const handle = capsule ? PyCapsule_GetPointer(capsule.get(), nullptr) : nullptr;
     if (handle == nullptr) return false;
     tensors[i] = Tensor(static_cast<AtenTensorHandle>(handle));
+    if (!is_plain(*tensors[i])) return false;
   }
-  bool plain = static_cast<bool>(handles);
-  for (Py_ssize_t i = 0; i < count; ++i) plain = plain && (!tensors[i] || is_plain(*tensors[i]));
-  return plain;
+  return true;
 }
 
 // An operand as a parameter of an op's function; `fits` says whether it can be.
@@ -108,14 +102,15 @@ struct Operand<std::optional<bool>> {
 };
 
 PyObject* tensors_of(const std::vector<Tensor>& found) {
-  const Owned handles(PyList_New(0));
-  for (const Tensor& each : found) {
+  Owned tensors(PyList_New(found.size()));
+  for (size_t i = 0; tensors && i < found.size(); ++i) {
     AtenTensorHandle handle = nullptr;
-    if (!handles || aoti_torch_new_tensor_handle(each.get(), &handle) != 0) return PyErr_NoMemory();
+    if (aoti_torch_new_tensor_handle(found[i].get(), &handle) != 0) return PyErr_NoMemory();
     const Owned capsule(PyCapsule_New(handle, nullptr, nullptr));
-    if (!capsule || PyList_Append(handles.get(), capsule.get()) != 0) return nullptr;
+    PyObject* const tensor = capsule ? PyObject_CallFunctionObjArgs(to_tensor(), capsule.get(), nullptr) : nullptr;
+    if (tensor == nullptr || PyList_SetItem(tensors.get(), i, tensor) != 0) return nullptr;
   }
-  return handles ? PyObject_CallFunctionObjArgs(to_tensors(), handles.get(), nullptr) : nullptr;
+  return tensors.release();
 }
 
 template <typename... Tensors>
@@ -133,8 +128,8 @@ bool call(Result (*op)(Parameters...), PyObject* operands, PyObject** found, std
   std::array<OptionalTensor, kCount> tensors;
   if (!take_tensors(operands, tensors.data())) return false;
   if (!(Operand<Parameters>::fits(PyTuple_GetItem(operands, kPlaces), tensors[kPlaces]) && ...)) return false;
-  const std::tuple<Parameters...> given{Operand<Parameters>::of(PyTuple_GetItem(operands, kPlaces),
-                                                                tensors[kPlaces])...};
+  const std::tuple<Parameters...> given{
+      Operand<Parameters>::of(PyTuple_GetItem(operands, kPlaces), tensors[kPlaces])...};
   if (PyErr_Occurred()) return false;
   std::optional<Result> result;
   const bool succeeded = succeeds([&] {

@@ -36,6 +36,8 @@ _plain_forward, _plain_backward, _plain_backward_in_place = (
     getattr(native.plain_modules, name, None) for name in ("training_forward", "training_backward", "training_backward_")
 )
 
+_save = getattr(native.plain_modules, "save", None)
+
 # Bound once: to look these up is a measurable part of a small call.
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 is_transformed = torch._C._are_functorch_transforms_active
@@ -321,7 +323,7 @@ if native.DEVICE_TYPE is not None:
 def save(
     ctx: Any,
     inputs: Operands,
-    kept: Sequence[Tensor],
+    kept: Tuple[Tensor, ...],
     needs: nodes.Needs,
     activation: int,
     up_first: Optional[bool],
@@ -330,21 +332,10 @@ def save(
 ) -> None:
     """Sets what :func:`gradients` reads of a node whose op was given ``inputs``; ``more`` is saved behind that.
 
-    ``kept`` are gate and up before the activation.
-
-    Values that are kept belong to the node, where no hooks have to see what autograd saves: nobody else gets hold of
-    them, so that they may be overwritten.
+    ``kept`` are gate and up before the activation. They belong to the node, where no hooks have to see what autograd
+    saves: nobody else gets hold of them, so that they may be overwritten.
     """
-    saved = nodes.saved(needs, keep)
-    operands, own = saved.operands((*nodes.apart(inputs), None)), _values(inputs, kept, saved)
-    ctx.how = activation, up_first, keep, nodes.layout(inputs, needs)
-    ctx.edges = nodes.edges(inputs, saved.lost)
-    # By the attributes that the methods of these names set: set_materialize_grads(), save_for_backward().
-    ctx.materialize_grads = False
-    if _saved_tensors_hooks(False) is None:
-        ctx.to_save, ctx.own = (*operands, *more), own
-    else:
-        ctx.to_save, ctx.own = (*operands, *own, *more), None
+    _save(ctx, nodes.saved(needs, keep), inputs, kept, needs, (activation, up_first, keep), more)
 
 
 class _Recorded(torch.autograd.Function):
@@ -352,8 +343,8 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        result, *kept = _plain_forward(*inputs)
-        save(ctx, inputs, kept, ctx.needs_input_grad, inputs[7], inputs[9], inputs[8])
+        result, gate, up = _plain_forward(*inputs)
+        save(ctx, inputs, (gate, up), ctx.needs_input_grad, inputs[7], inputs[9], inputs[8])
         return result
 
     backward = staticmethod(_gradients)

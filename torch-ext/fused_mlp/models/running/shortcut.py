@@ -23,8 +23,8 @@ from ... import dispatch
 from ...activations import ACTIVATIONS, get_activation
 from ...adapters import DROPS, run_parts
 from ...autograd import blocks as whole_blocks
+from ...autograd import nodes, training
 from ...autograd import norms as norms_alone
-from ...autograd import training
 from ...backends import native, reference
 from ...operands import PLAIN_TENSORS, halves, narrows_float32
 from ..matching.pattern import Pattern
@@ -101,11 +101,11 @@ _is_profiled = getattr(torch.autograd, "_profiler_enabled", None)
 
 
 def _handles() -> Optional[Tuple[Callable[..., Any], Callable[..., Any]]]:
-    """Functions of torch between tensors and their handles, if they do what AOTInductor has them for."""
+    """Functions of torch from a tensor to a handle of it and back, which AOTInductor has; None where there are none."""
     functions = getattr(torch._C, "_aoti", None)
-    to_handles = getattr(functions, "unsafe_alloc_void_ptrs_from_tensors", None)
-    to_tensors = getattr(functions, "alloc_tensors_by_stealing_from_void_ptrs", None)
-    return None if None in (_is_profiled, to_handles, to_tensors) else (to_handles, to_tensors)
+    to_handle = getattr(functions, "unsafe_alloc_void_ptr_from_tensor", None)
+    to_tensor = getattr(functions, "alloc_tensor_by_stealing_from_void_ptr", None)
+    return None if None in (_is_profiled, to_handle, to_tensor) else (to_handle, to_tensor)
 
 
 # Objects of torch and of this package that compiled code uses; settings.h describes them.
@@ -188,6 +188,9 @@ _settings = {
     "handles": _handles(),
     "shares": training.SHARES,
     "work_of_many": dispatch.WORK_OF_MANY,
+    "saved_tensors_hooks": torch._C._autograd._top_saved_tensors_default_hooks,
+    "layout": nodes.layout,
+    "edges": nodes.edges,
 }
 plain = native.plain_modules  # None where nothing is compiled
 if plain is not None:
