@@ -5,7 +5,7 @@
 
 #include <initializer_list>
 
-#include "../torch-ext/calls/direct.h"
+#include "../torch-ext/calls/direct/plain.h"
 #include "dense/layer.h"
 
 namespace fused_mlp {

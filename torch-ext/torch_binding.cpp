@@ -2,6 +2,7 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include "calls/direct/ops.h"
 #include "calls/plain_modules.h"
 #include "registration.h"
 
@@ -172,5 +173,7 @@ PyMODINIT_FUNC FUSED_MLP_INIT(TORCH_EXTENSION_NAME)() {
                                    nullptr,
                                    nullptr,
                                    nullptr};
-  return PyModule_Create(&definition);
+  PyObject* const module = PyModule_Create(&definition);
+  if (module != nullptr && PyModule_AddFunctions(module, fused_mlp::direct_op_methods) != 0) return nullptr;
+  return module;
 }

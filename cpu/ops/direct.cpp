@@ -1,5 +1,5 @@
 // MLPs and their blocks on few rows, without tensors.
-#include "../../torch-ext/calls/direct.h"
+#include "../../torch-ext/calls/direct/plain.h"
 
 #include <memory>
 

@@ -1,5 +1,5 @@
 // MLPs and their blocks without tensors, by our kernels and torch's GEMMs.
-#include "../../torch-ext/calls/direct.h"
+#include "../../torch-ext/calls/direct/plain.h"
 
 #include <optional>
 

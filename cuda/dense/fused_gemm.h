@@ -1,7 +1,7 @@
 // One kernel for a whole layer, or the reason why there is none.
 #pragma once
 
-#include "../../torch-ext/calls/direct.h"
+#include "../../torch-ext/calls/direct/plain.h"
 #include "../device.h"
 #include "../gemm/architecture.h"
 
@@ -82,22 +82,6 @@ struct FusedGemm {
     if (architecture == nullptr) return Refusal::kGpu;
     return described == Refusal::kNone ? choose_gemm(*architecture, problem, gpu, &plan, launcher) : described;
   }
-};
-
-// Memory of torch's allocator without a tensor around it, which the CPU has in a third of the time. What is queued on
-// the stream may use it still when it is given back, as with a tensor's.
-class Scratch {
- public:
-  explicit Scratch(int64_t bytes) {
-    TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_caching_allocator_raw_alloc(bytes, &data_));
-  }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  ~Scratch() { aoti_torch_cuda_caching_allocator_raw_delete(data_); }
-  void* data() const { return data_; }
-
- private:
-  void* data_ = nullptr;
 };
 
 // A thread's first product by torch on a GPU makes a cuBLAS handle, which cannot be made while a stream is captured. A

@@ -264,10 +264,10 @@ struct Cuda {
     const int64_t rows = x.size(0), cols = x.size(1);
     const int64_t parts = parts_of_column_sums(rows, cols, gpu(x.get_device_index()).multiprocessors);
     const Tensor out = new_dense(x, {cols}, dtype);
-    OptionalTensor partial;
-    if (parts > 1) partial = new_dense(x, {parts, cols}, torch::headeronly::ScalarType::Float);
+    std::optional<Scratch> partial;
+    if (parts > 1) partial.emplace(parts * cols * static_cast<int64_t>(sizeof(float)));
     check(launch_column_sums(matrix(x), rows, cols, dtype_of(x, "grad"), out.mutable_data_ptr(), dtype_of(out, "bias"),
-                             partial ? static_cast<float*>(partial->mutable_data_ptr()) : nullptr, parts,
+                             partial ? static_cast<float*>(partial->data()) : nullptr, parts,
                              current_stream(x)));
     return out;
   }

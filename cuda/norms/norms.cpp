@@ -53,11 +53,10 @@ struct Cuda {
                        nullptr};
     const int64_t parts = parts_of_norm_gradients(rows, gpu(x.tensor.get_device_index()).multiprocessors);
     const int64_t stride = x.cols * rows.kinds_of_sums();
-    OptionalTensor sums;
+    std::optional<Scratch> sums;
     if (wanted.weight || wanted.bias || wanted.dropped_bias) {
-      const std::vector<int64_t> sizes{parts, stride};
-      sums = new_dense(x.tensor, sizes, torch::headeronly::ScalarType::Float);
-      rows.sums = static_cast<float*>(sums->mutable_data_ptr());
+      sums.emplace(parts * stride * static_cast<int64_t>(sizeof(float)));
+      rows.sums = static_cast<float*>(sums->data());
     }
     check(launch_norm_gradients(rows, parts, stream));
     if (!sums) return;

@@ -12,14 +12,17 @@
 // undefined at link time, while any other undefined symbol is an error there and not at the import on a user's machine.
 #pragma weak PyBool_FromLong
 #pragma weak PyCapsule_GetPointer
+#pragma weak PyCapsule_New
 #pragma weak PyDict_GetItemString
 #pragma weak PyDict_GetItemWithError
+#pragma weak PyDict_New
 #pragma weak PyDict_Next
 #pragma weak PyDict_Type
 #pragma weak PyErr_Clear
 #pragma weak PyErr_ExceptionMatches
 #pragma weak PyErr_Fetch
 #pragma weak PyErr_Format
+#pragma weak PyErr_NoMemory
 #pragma weak PyErr_Occurred
 #pragma weak PyErr_Restore
 #pragma weak PyErr_SetString
@@ -37,9 +40,12 @@
 #pragma weak PyFloat_FromDouble
 #pragma weak PyFloat_Type
 #pragma weak PyList_GetItem
+#pragma weak PyList_New
+#pragma weak PyList_SetItem
 #pragma weak PyList_Size
 #pragma weak PyLong_AsSsize_t
 #pragma weak PyLong_FromSsize_t
+#pragma weak PyModule_AddFunctions
 #pragma weak PyModule_Create2
 #pragma weak PyModule_GetDict
 #pragma weak PyModule_Type
@@ -50,6 +56,7 @@
 #pragma weak PyObject_GetAttr
 #pragma weak PyObject_HasAttrString
 #pragma weak PyObject_IsTrue
+#pragma weak PyObject_SetAttr
 #pragma weak PyObject_Size
 #pragma weak PySequence_Contains
 #pragma weak PyTuple_GetItem

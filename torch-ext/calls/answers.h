@@ -1,5 +1,7 @@
 #pragma once
 
+#include <exception>
+
 #include "../operands/owned.h"
 
 // Questions to Python's objects, for compiled code that asks many.
@@ -67,6 +69,30 @@ inline bool is_answer() {
   }
   return PyErr_Occurred() == nullptr;
 }
+
+// Runs a function of C++; where it throws, sets an error of Python's and returns false.
+template <typename Function>
+bool succeeds(const Function& function) {
+  try {
+    function();
+    return true;
+  } catch (const std::exception& thrown) {
+    PyErr_SetString(PyExc_RuntimeError, thrown.what());
+    return false;
+  }
+}
+
+// Gives up the interpreter's lock, as torch does for its ops.
+class Unlocked {
+ public:
+  Unlocked() : state_(PyEval_SaveThread()) {}
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+  ~Unlocked() { PyEval_RestoreThread(state_); }
+
+ private:
+  PyThreadState* state_;
+};
 
 // Functions that Python calls, of an argument or a tuple of them. A function returns by one of these two alone: an
 // error that is set wins over what it would return.

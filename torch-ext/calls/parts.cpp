@@ -220,6 +220,15 @@ PyObject* state_of(PyObject* module) {
   return state.get();
 }
 
+PyObject* held_weight(PyObject* layer) {
+  const bool known = class_of(layer) == settings.linear || item(settings.linears, class_of(layer)) != nullptr;
+  PyObject* const state = known ? state_of(layer) : nullptr;
+  PyObject* const parameters = state == nullptr ? nullptr : item(state, names().parameters);
+  PyObject* const weight =
+      parameters == nullptr || !PyDict_Check(parameters) ? nullptr : item(parameters, names().weight);
+  return weight != nullptr && class_of(weight) == settings.parameter ? weight : nullptr;
+}
+
 Answer read_linear(PyObject* layer, bool recording, PyObject* operands, Py_ssize_t weight_place,
                    Py_ssize_t bias_place) {
   PyObject* const other = class_of(layer) == settings.linear ? nullptr : item(settings.linears, class_of(layer));

@@ -60,6 +60,10 @@ inline Answer put(PyObject* tuple, Py_ssize_t place, PyObject* object) {
   return PyTuple_SetItem(tuple, place, object) == 0 ? kYes : kError;
 }
 
+// The weight that a linear layer holds: borrowed; nullptr, which is no error in itself, where the class of the layer is
+// not known, or holds it otherwise. Guards and hooks are not asked.
+PyObject* held_weight(PyObject* layer);
+
 // Puts the weight of a plain linear layer, as [out, in], and its bias into a tuple.
 Answer read_linear(PyObject* layer, bool recording, PyObject* operands, Py_ssize_t weight_place, Py_ssize_t bias_place);
 

@@ -7,7 +7,7 @@
 #include "../operands/activation.h"
 #include "../operands/rows.h"
 #include "../ops/norm.h"
-#include "direct_call.h"
+#include "direct/call.h"
 
 namespace fused_mlp {
 namespace {
@@ -101,35 +101,51 @@ Answer read_block(const Block& block, PyObject* dtype, bool recording, PyObject*
   return read_norm(last, features, dtype, recording, operands, place + 6);
 }
 
-// Asks of an MLP what is_little_work() does. One whose pattern is to save memory is never too little. `norms_sum`: the
-// op norms a sum with the result too.
-Answer is_little(const Mlp& mlp, PyObject* operands, bool norms_sum = false) {
-  if (PyObject_Size(settings.least_work) == 0) return kNo;
+// True if an MLP does too little for an op that autograd records, or its block does, by the sizes of x and of its first
+// weight. One whose pattern is to save memory never does, and of one whose weight is not known that is not known.
+Answer is_little(const Mlp& mlp, PyObject* weight, PyObject* code, PyObject* dtype, const Block* block) {
+  const bool norms_sum = block != nullptr && block->last != Py_None;
+  PyObject* const least_sum = norms_sum ? item(settings.least_sum, dtype) : nullptr;
+  if (least_sum != nullptr && number_of_elements(block->residual) < PyLong_AsSsize_t(least_sum)) {
+    return PyErr_Occurred() ? kError : kYes;
+  }
+  if (weight == nullptr || (norms_sum && mlp.projections.size() == 1)) return PyErr_Occurred() ? kError : kNo;
+  PyObject* const of_dtype = block == nullptr ? nullptr : item(settings.least_recorded, dtype);
+  if (of_dtype == nullptr && PyObject_Size(settings.least_work) == 0) return PyErr_Occurred() ? kError : kNo;
   const Owned memory(PyObject_GetAttr(mlp.pattern, names().memory));
   if (!memory || item(settings.parts, memory.get()) == nullptr) return PyErr_Occurred() ? kError : kNo;
   const Answer gated = attribute_is_true(mlp.pattern, names().gated);
-  const int64_t elements = gated == kError ? -1 : number_of_elements(PyTuple_GetItem(operands, 0));
-  const int64_t features = elements < 0 ? -1 : size_of_first(PyTuple_GetItem(operands, 1));
-  if (features < 0) return kError;
+  const int64_t in = gated == kError ? -1 : size_of_last(mlp.x);
+  const int64_t elements = in < 0 ? -1 : number_of_elements(mlp.x), of_weight = number_of_elements(weight);
+  if (elements < 0 || of_weight < 0) return kError;
+  if (in == 0) return kNo;
+  if (of_dtype != nullptr) {
+    PyObject* const least = item(of_dtype, gated == kYes ? names().gated_mlp : names().mlp);
+    PyObject* const share = gated == kYes || code == nullptr ? nullptr : item(settings.shares, code);
+    const int64_t values = elements / in * (of_weight / in) / (share == nullptr ? 1 : PyLong_AsSsize_t(share));
+    return PyErr_Occurred() ? kError : answer(least != nullptr && values < PyLong_AsSsize_t(least));
+  }
   const Answer many = gated == kYes ? kNo : norms_sum ? kYes : is_composite(mlp.act);
   if (many == kError) return kError;
-  return is_little_work(gated == kYes, mlp.in_eval, elements * features * (many == kYes ? kOfMany : 1));
+  const int64_t times = many == kYes ? PyLong_AsSsize_t(settings.work_of_many) : 1;
+  return is_little_work(gated == kYes, mlp.in_eval, elements * (of_weight / in) * times);
 }
 
-// True if a block that autograd follows is one that Python records, and large enough for that: the norm of x, the MLP
-// and the sum with x, or the norm of a sum with the result of an MLP or a layer.
-Answer is_recorded_block(const Block& block, const Mlp& mlp, PyObject* dtype, PyObject* operands, Py_ssize_t place) {
+// True if autograd is known to follow what is computed of x and a weight.
+Answer is_plainly_followed(PyObject* x, PyObject* weight) {
+  const Answer followed = attribute_is_true(x, names().requires_grad);
+  return followed != kNo || weight == nullptr ? followed : attribute_is_true(weight, names().requires_grad);
+}
+
+// True if a block that autograd follows is one that Python records: the norm of x, the MLP and the sum with x, or the
+// norm of a sum with the result of an MLP or a layer.
+Answer is_recorded_block(const Block& block, const Mlp& mlp, PyObject* operands, Py_ssize_t place) {
   PyObject *const factor = PyTuple_GetItem(operands, place + 1), *const last = PyTuple_GetItem(operands, place + 9);
   if (block.modulation != Py_None || PyFloat_AsDouble(factor) != 1.0) return kNo;
   const bool norms_sum = block.last != Py_None;
   if (norms_sum ? block.first != Py_None : block.first == Py_None || block.residual != mlp.x) return kNo;
   if (!norms_sum && last != names().no_norm) return kNo;
-  PyObject* const least = norms_sum ? item(settings.least_sum, dtype) : nullptr;
-  if (least != nullptr && number_of_elements(block.residual) < PyLong_AsSsize_t(least)) return kNo;
-  if (PyErr_Occurred()) return kError;
-  if (mlp.projections.size() == 1) return answer(norms_sum);
-  const Answer little = is_little(mlp, operands, norms_sum);
-  return little == kError ? kError : answer(little == kNo);
+  return PyErr_Occurred() ? kError : answer(norms_sum || mlp.projections.size() > 1);
 }
 
 // Computes what autograd follows by its parts, where these take less time than the op and what records it; nullptr
@@ -252,15 +268,28 @@ Answer is_little_work(bool gated, bool in_eval, int64_t work) {
   return PyErr_Occurred() ? kError : answer(least != nullptr && work < PyLong_AsSsize_t(least));
 }
 
+Answer is_left(const Mlp& mlp, PyObject* code, PyObject* dtype, const Block& block) {
+  PyObject* const weight = held_weight(mlp.projections[0]);
+  const Answer followed = PyErr_Occurred() ? kError : is_plainly_followed(mlp.x, weight);
+  return followed == kYes ? is_little(mlp, weight, code, dtype, &block) : followed;
+}
+
 PyObject* fused(const Mlp& mlp, bool recording, const Block* block, bool adapted) {
   // First the parts: one with hooks, or of another class, runs as it was written for as long as it is there.
   PyObject* dtype = dtype_taken(mlp.x);
   if (dtype == nullptr) return nullptr;
   PyObject* known = known_activation(mlp.act, recording);
-  if (known == nullptr || all_pass(mlp.between, recording) != kYes) return nullptr;
+  if (known == nullptr || is_undisturbed() != kYes) return nullptr;
+  PyObject *const code = PyTuple_GetItem(known, 1), *const weight =
+                                                        recording ? held_weight(mlp.projections[0]) : nullptr;
+  const Answer little = recording && block != nullptr ? is_little(mlp, weight, code, dtype, block) : kNo;
+  if (PyErr_Occurred()) return nullptr;
+  // This saves all other questions.
+  if (little == kYes && is_plainly_followed(mlp.x, weight) == kYes) return PyBool_FromLong(false);
+  if (all_pass(mlp.between, recording) != kYes) return nullptr;
   // The op's arguments: x, weights, biases, code, and those of the block.
   const Py_ssize_t layers = mlp.projections.size(), plain = 2 * layers + 2;
-  if (block != nullptr && layers == 1 && !is_linear(PyTuple_GetItem(known, 1))) return nullptr;
+  if (block != nullptr && layers == 1 && !is_linear(code)) return nullptr;
   const Owned given(PyTuple_New(block == nullptr ? plain : plain + kBlockOperands));
   PyObject* const operands = given.get();
   if (operands == nullptr) return nullptr;
@@ -278,14 +307,13 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block, bool adapted
     has_adapters = has_adapters || PyTuple_GetItem(adapters.get(), place + kA) != Py_None;
   }
   if (has_adapters ? block != nullptr : adapted) return nullptr;
-  if (is_undisturbed() != kYes) return nullptr;
   const Owned cast_to(autocast_dtype());
   if (PyErr_Occurred() || (cast_to && block != nullptr)) return nullptr;  // autocast casts for a block's norms and sum
   for (PyObject* part : mlp.between) {
     if (!is_cast(part)) continue;
     if (cast_to || has_attribute(PyTuple_GetItem(operands, layers), names().dtype, dtype) != kYes) return nullptr;
   }
-  if (put(operands, 0, mlp.x) != kYes || put(operands, plain - 1, PyTuple_GetItem(known, 1)) != kYes) return nullptr;
+  if (put(operands, 0, mlp.x) != kYes || put(operands, plain - 1, code) != kYes) return nullptr;
   PyObject* dropped = nullptr;
   if (block != nullptr && read_block(*block, dtype, recording, operands, plain, &dropped) != kYes) return nullptr;
   const Answer packed = attribute_is_true(mlp.pattern, names().packed);
@@ -295,14 +323,14 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block, bool adapted
   if (followed == kError) return nullptr;
   if (followed == kYes && block != nullptr) {
     const bool drops = dropped == nullptr || settings.drops == Py_True;
-    const bool recorded = drops && is_recorded_block(*block, mlp, dtype, operands, plain) == kYes;
+    const bool recorded = drops && little == kNo && is_recorded_block(*block, mlp, operands, plain) == kYes;
     return recorded ? PyTuple_Pack(3, mlp.pattern, operands, drops && dropped ? dropped : names().zero) : nullptr;
   }
   if (dropped != nullptr) return nullptr;
   if (followed == kYes) {
-    const Answer little = is_little(mlp, operands);
-    if (little == kYes) return PyObject_CallFunctionObjArgs(settings.composed, mlp.pattern, operands, nullptr);
-    if (little == kError) return nullptr;
+    const Answer left = is_little(mlp, weight, code, dtype, nullptr);
+    if (left == kYes) return PyObject_CallFunctionObjArgs(settings.composed, mlp.pattern, operands, nullptr);
+    if (left == kError) return nullptr;
   }
   const Answer alike = cast_to ? are_of(operands, cast_to.get()) : kYes;
   if (alike != kYes) {

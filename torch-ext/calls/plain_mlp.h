@@ -54,17 +54,20 @@ int64_t number_of_elements(PyObject* tensor);
 // Whether an activation is several operations of torch, so that its parts take long.
 Answer is_composite(PyObject* act);
 
-// So many times its work an MLP without a gate counts for where its parts are many operations: its activation is, or a
-// norm of the sum is behind it (WORK_OF_MANY in dispatch.py).
-constexpr int64_t kOfMany = 4;
-
 // Whether the first layer does too little on a GPU for an op that autograd records, by so many multiplications.
 Answer is_little_work(bool gated, bool in_eval, int64_t work);
+
+// Whether autograd follows an MLP, as x or its first weight tells, and it does too little for an op that is recorded,
+// or its block does. Asked before all else, it saves all other questions: neither guards nor hooks are asked. `code` is
+// that of the activation, or nullptr.
+Answer is_left(const Mlp& mlp, PyObject* code, PyObject* dtype, const Block& block);
 
 // The result, or the operands of the op where that is left to Python. nullptr is an error where one is set, else an
 // answer: it is not known. With a block, the result is that of the block, and what is left is the pattern and the
 // operands, where gate and up are packed or autograd follows, and then also the probability of an active dropout behind
 // the MLP.
+//
+// False is an answer where autograd follows, and a block does too little for an op.
 //
 // Where `adapted`, it is known only if a projection has an adapter.
 PyObject* fused(const Mlp& mlp, bool recording, const Block* block = nullptr, bool adapted = false);

@@ -1,11 +1,13 @@
 #include "plain_modules.h"
 
 #include <cstdint>
+#include <utility>
 
 #include "../global_state/modes.h"
 #include "../global_state/settings.h"
-#include "direct_call.h"
+#include "direct/call.h"
 #include "plain_mlp.h"
+#include "saving.h"
 
 namespace fused_mlp {
 namespace {
@@ -30,6 +32,15 @@ PyObject* running(PyObject* module, PyObject* state, PyObject* segments, bool re
                      (held || has_attribute(kind, names().forward, written) == kYes) &&
                      hold(PyTuple_GetItem(segment, kGuards), kind, state) == kYes && has_hooks(state, recording) == kNo;
   return plain ? segment : nullptr;
+}
+
+// The MLP, or its first module, whose block was left last in this thread, for it does too little: its own method need
+// not ask the same. An address alone, and the answer is right for any module.
+thread_local PyObject* left_last = nullptr;
+
+PyObject* noting_left(PyObject* module, PyObject* found) {
+  if (found == Py_False) left_last = module;
+  return found;
 }
 
 // True if autograd records whatever is computed from x. In training that is so for most calls, whose ops Python
@@ -68,7 +79,8 @@ PyObject* split_mlp(PyObject* firsts, PyObject* seconds, PyObject* owner, PyObje
   const size_t in_front = passing.size() - PyLong_AsSsize_t(PyTuple_GetItem(last, kCountBehind));
   Few& given = starts;
   if (!given.add(parts[0])) return nullptr;
-  Mlp mlp{PyTuple_GetItem(of_first, 0), x, given.all().subspan(1), given.all()[0], passing.first(in_front)};
+  const bool in_eval = item(state, names().training) == Py_False;
+  Mlp mlp{PyTuple_GetItem(of_first, 0), x, given.all().subspan(1), given.all()[0], passing.first(in_front), in_eval};
   if (ending != Py_None && PyTuple_Size(rest) == 1) {
     const Block block{Py_None,
                       Py_None,
@@ -79,7 +91,9 @@ PyObject* split_mlp(PyObject* firsts, PyObject* seconds, PyObject* owner, PyObje
     Owned whole(fused(mlp, recording, &block));
     if (!whole && !is_answer()) return nullptr;
     const bool recorded = whole && PyTuple_Check(whole.get()) && PyTuple_Size(whole.get()) == 3;
-    if (recorded || (whole && class_of(whole.get()) == settings.tensor)) return whole.release();  // or as below
+    noting_left(first, whole.get());
+    if (recorded || whole.get() == Py_False || (whole && class_of(whole.get()) == settings.tensor))
+      return whole.release();  // or as below
   }
   if (followed == kYes) return nullptr;
   mlp.between = passing;
@@ -201,7 +215,8 @@ PyObject* block_of(PyObject* wholes, PyObject* module, PyObject* x, bool recordi
   const size_t layers = PyLong_AsSsize_t(PyTuple_GetItem(names, 2));
   const Objects passing = parts.subspan(1 + layers);
   const size_t in_front = passing.size() - PyLong_AsSsize_t(PyTuple_GetItem(segment, kCountBehind));
-  const Mlp mlp{PyTuple_GetItem(names, 0), x, parts.subspan(1, layers), parts[0], passing.first(in_front)};
+  const bool in_eval = item(state, fused_mlp::names().training) == Py_False;
+  const Mlp mlp{PyTuple_GetItem(names, 0), x, parts.subspan(1, layers), parts[0], passing.first(in_front), in_eval};
   return fused_before(passing.subspan(in_front), mlp, recording, block);
 }
 
@@ -342,6 +357,7 @@ Answer runs_as_written(PyObject* x, PyObject* module, bool gated) {
 Answer py_runs_as_written(PyObject* given) {
   PyObject* of[3];
   if (!unpack(given, "ooo", of)) return kError;
+  if (std::exchange(left_last, nullptr) == of[1]) return kYes;
   const Answer left = runs_as_written(of[0], of[1], of[2] == Py_True);
   return left == kError && is_answer() ? kNo : left;
 }
@@ -478,18 +494,51 @@ PyObject* py_block(PyObject* given) {
     const Owned act = activation_of(owner, plan);
     const bool known =
         act && owner.add_all(field(plan, kProjections), &projections) && owner.add_all(field(plan, kBetween), &between);
-    const Mlp mlp{field(plan, kPattern), of[2], projections.all(), act.get(), between.all()};
+    const Mlp mlp{field(plan, kPattern), of[2], projections.all(), act.get(), between.all(), owner.is_in_eval()};
     return known ? fused(mlp, recording, &block) : nullptr;
   });
+}
+
+// is_left() of a block whose MLP is a child, by what there is under the names of its parts, whatever else a call runs:
+// a look that costs little, before all questions.
+Answer looks_left(PyObject* wholes, PyObject* plan, PyObject* owner, PyObject* x, const Block& block) {
+  if (is_recording() != kYes || class_of(x) != settings.tensor || is_quiet() != kYes) return kNo;
+  const auto child = [](PyObject* module, PyObject* name) {
+    PyObject* const state = PyUnicode_Check(name) ? state_of(module) : nullptr;
+    PyObject* const modules = state == nullptr ? nullptr : item(state, names().modules);
+    return modules == nullptr || !PyDict_Check(modules) ? nullptr : item(modules, name);
+  };
+  PyObject* const module = field(plan, kFirst) == Py_None ? nullptr : child(owner, field(plan, kModule));
+  PyObject* const state = module == nullptr ? nullptr : state_of(module);
+  PyObject* const own = state == nullptr ? nullptr : item(state, names().forward);
+  const Owned forward(own == nullptr ? nullptr : bound_function(own, module));
+  PyObject* const segment = forward ? item(wholes, forward.get()) : nullptr;
+  PyObject* const parts = segment == nullptr ? Py_None : PyTuple_GetItem(segment, kNames);
+  if (parts == Py_None || PyTuple_GetItem(parts, 0) == Py_None) return kNo;
+  PyObject *const pattern = PyTuple_GetItem(parts, 0), *const names_of_parts = PyTuple_GetItem(parts, 1);
+  PyObject* const act = child(module, PyTuple_GetItem(names_of_parts, 0));
+  PyObject* const first = act == nullptr ? nullptr : child(module, PyTuple_GetItem(names_of_parts, 1));
+  if (first == nullptr) return kNo;
+  const Owned dtype(PyObject_GetAttr(x, names().dtype));
+  const bool in_eval = item(state, names().training) == Py_False;
+  const Answer left =
+      dtype ? is_left({pattern, x, Objects(&first, 1), act, {}, in_eval}, nullptr, dtype.get(), block) : kError;
+  if (left == kYes) left_last = module;
+  return left;
 }
 
 PyObject* py_block_of(PyObject* given) {
   PyObject* of[8];
   if (!unpack(given, "dtooooot", of)) return nullptr;
   PyObject* const plan = of[1];
+  if (field(plan, kLast) == Py_None &&
+      looks_left(of[0], plan, of[2], of[3], {Py_None, Py_None, {}, of[5], of[4], Py_None}) == kYes) {
+    return PyBool_FromLong(false);
+  }
+  if (PyErr_Occurred()) return nullptr;
   return with_block(of + 1, [&](const Owner& owner, const Block& block, bool recording) -> PyObject* {
     PyObject* const module = owner.part(field(plan, kModule));
-    return module == nullptr ? nullptr : block_of(of[0], module, of[3], recording, block);
+    return module == nullptr ? nullptr : noting_left(module, block_of(of[0], module, of[3], recording, block));
   });
 }
 
@@ -535,6 +584,7 @@ PyMethodDef plain_module_methods[] = {
     {"block_of", answered<py_block_of>, METH_VARARGS, nullptr},
     {"in_turn", answered<py_in_turn>, METH_VARARGS, nullptr},
     {"split_mlp", answered<py_split_mlp>, METH_VARARGS, nullptr},
+    {"save", py_save, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -26,7 +26,7 @@ namespace fused_mlp {
 //     Whether a method of the module, which has an MLP of x in it, likely takes less time as it was written: where
 //     autograd records the MLP, or autocast casts for it, and it is small.
 //   directly(gated, operands) -> Tensor | None
-//     What the op of a layer, of an MLP or of its block computes, past torch's dispatcher (direct_call.h); None where
+//     What the op of a layer, of an MLP or of its block computes, past torch's dispatcher (direct/call.h); None where
 //     the op has to be called. `is_recorded` has taken the operands, or would, and autograd does not record them.
 //   fused(plan, module, x, operands) -> Tensor | tuple | None
 //     The result of the op that the plan's pattern names, if calling the linear layers, the activation and what is

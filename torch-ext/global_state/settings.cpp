@@ -1,21 +1,26 @@
 #include "settings.h"
 
 #include "../calls/answers.h"
-#include "../calls/direct_call.h"
+#include "../calls/direct/call.h"
 
 namespace fused_mlp {
 namespace {
 
 // In the order of Settings.
-constexpr const char* kSettings[] = {
-    "tensor",       "parameter",      "linear",      "dropout",    "identity",    "gelu",
-    "function",     "builtin",        "method",      "module",     "module_list", "call",
-    "mark",         "known",          "known_by",    "kernels",    "composites",  "adapters",
-    "adapted",      "drops",          "module_dict", "linears",    "norms",       "ops",
-    "dtypes",       "float32",        "is_narrowed", "on_device",  "refusal",     "every_gpu",
-    "parts",        "least_recorded", "least_work",  "least_sum",  "least_norm",  "blocks",
-    "is_inference", "is_transformed", "quiet",       "autocast",   "composed",    "modes",
-    "empty",        "unchanged",      "exchange",    "is_negated", "empty_like",  "is_profiled"};
+constexpr const char* kSettings[] = {"tensor",       "parameter",      "linear",       "dropout",
+                                     "identity",     "gelu",           "function",     "builtin",
+                                     "method",       "module",         "module_list",  "call",
+                                     "mark",         "known",          "known_by",     "kernels",
+                                     "composites",   "adapters",       "adapted",      "drops",
+                                     "module_dict",  "linears",        "norms",        "ops",
+                                     "dtypes",       "float32",        "is_narrowed",  "on_device",
+                                     "refusal",      "every_gpu",      "parts",        "least_recorded",
+                                     "least_work",   "least_sum",      "least_norm",   "blocks",
+                                     "is_inference", "is_transformed", "quiet",        "autocast",
+                                     "composed",     "modes",          "empty",        "unchanged",
+                                     "exchange",     "is_negated",     "empty_like",   "is_profiled",
+                                     "handles",      "shares",         "work_of_many", "saved_tensors_hooks",
+                                     "layout",       "edges"};
 static_assert(sizeof(Settings) == sizeof(kSettings));
 
 const Names* made_names = nullptr;

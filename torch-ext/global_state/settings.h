@@ -59,6 +59,14 @@ struct Settings {
   PyObject* is_negated;
   PyObject* empty_like;
   PyObject* is_profiled;
+  PyObject* handles;       // functions of torch: from a tensor to a handle of it, and back; None where there are none
+  PyObject* shares;        // by code of an activation: how many hidden values count for one in least_recorded, of MLPs
+                           // without a gate
+  PyObject* work_of_many;  // how many times its work an MLP without a gate counts for in least_work where its parts are
+                           // many operations: its activation is, or a norm of the sum is behind it
+  PyObject* saved_tensors_hooks;  // a function of torch: the hooks of tensors that autograd saves
+  PyObject* layout;               // functions of autograd/nodes.py
+  PyObject* edges;
 };
 extern Settings settings;
 
@@ -83,6 +91,12 @@ struct Names {
   PyObject* mlp = PyUnicode_InternFromString("mlp");
   PyObject* gated_mlp = PyUnicode_InternFromString("gated_mlp");
   PyObject* gated_block_op = PyUnicode_InternFromString("residual_gated_mlp");
+  PyObject* norm_forward = PyUnicode_InternFromString("norm_forward");
+  PyObject* sum_norm_forward = PyUnicode_InternFromString("sum_norm_forward");
+  PyObject* norm_backward = PyUnicode_InternFromString("norm_backward");
+  PyObject* training_forward = PyUnicode_InternFromString("training_forward");
+  PyObject* training_backward = PyUnicode_InternFromString("training_backward");
+  PyObject* training_backward_ = PyUnicode_InternFromString("training_backward_");
   PyObject *zero = PyFloat_FromDouble(0.0), *one = PyFloat_FromDouble(1.0);
   PyObject* no_norm = PyLong_FromSsize_t(static_cast<Py_ssize_t>(NormKind::kNone));  // its code
   PyObject* scale = PyLong_FromSsize_t(static_cast<Py_ssize_t>(NormKind::kScale));   // likewise
@@ -98,6 +112,15 @@ struct Names {
   PyObject* get_device = PyUnicode_InternFromString("get_device");
   PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
   PyObject* is_inference = PyUnicode_InternFromString("is_inference");
+  PyObject* is_leaf = PyUnicode_InternFromString("is_leaf");
+  PyObject* is_contiguous = PyUnicode_InternFromString("is_contiguous");
+  PyObject* detach = PyUnicode_InternFromString("detach");
+  // Attributes of a node of autograd (autograd/training.py).
+  PyObject* how = PyUnicode_InternFromString("how");
+  PyObject* edges = PyUnicode_InternFromString("edges");
+  PyObject* own = PyUnicode_InternFromString("own");
+  PyObject* to_save = PyUnicode_InternFromString("to_save");
+  PyObject* materialize_grads = PyUnicode_InternFromString("materialize_grads");
   PyObject* op = PyUnicode_InternFromString("op");
   PyObject* memory = PyUnicode_InternFromString("memory");
   PyObject* packed = PyUnicode_InternFromString("packed");

@@ -14,15 +14,19 @@ from typing import Any, Optional, Tuple
 import torch
 from torch import Tensor
 
-from ..backends import reference
+from ..backends import native, reference
 from . import nodes, norms, training
 
 # The nodes take the seven operands of ``training_forward``; the residual, or None where that is x; the norm's weight,
 # bias, eps and code (torch-ext/ops/norm.h); the activation's code; ``up_first`` and ``keep`` of ``training_forward``;
 # and the probability of a dropout, 0 for none. They are for calls that nothing traces and whose operations nobody sees.
 
-# Bound once: to look these up is a measurable part of a small call.
-_below_autograd = torch._C._AutoDispatchBelowAutograd
+# Past torch's dispatcher, in one call; None where that has to see the ops (torch-ext/calls/direct/ops.h).
+_pre_normed_forward, _post_normed_forward = (
+    getattr(native.plain_modules, name, None) for name in ("pre_normed_forward", "post_normed_forward")
+)
+
+# Bound once: to look it up is a measurable part of a small call.
 _native_dropout = torch._VF.native_dropout
 
 
@@ -31,17 +35,20 @@ class _PreNormed(torch.autograd.Function):
     def forward(ctx: Any, *block: Any) -> Tensor:
         x, *layers = block[:7]
         norm_weight, norm_bias, eps, code, activation, up_first, keep, dropout = block[8:]
-        with _below_autograd():
-            normed, statistics = norms._plain_forward(x, norm_weight, norm_bias, eps, code, False)
-            mlp = (normed, *layers)
-            output, mask = training._plain_forward(*mlp, activation, keep, up_first), None
-            result = output[0]
+        norm, found, mask = (norm_weight, norm_bias, eps, code), None, None
+        if dropout == 0.0:
+            found = _pre_normed_forward(x, *layers, *norm, activation, keep, up_first)
+        if found is None:
+            normed, statistics = norms._plain_forward(x, *norm, False)
+            result, gate, up = training._plain_forward(normed, *layers, activation, keep, up_first)
             if dropout != 0.0:
                 result, mask = _native_dropout(result, dropout, True)
             result = x + result
+        else:
+            result, gate, up, normed, statistics = found
         needs = _of_mlp(ctx.needs_input_grad)
         more = x if needs[0] else None, norm_weight, norm_bias, statistics, mask
-        training.save(ctx, mlp, output, needs, activation, up_first, keep, more)
+        training.save(ctx, (normed, *layers), (gate, up), needs, activation, up_first, keep, more)
         ctx.norm = eps, code, dropout
         return result
 
@@ -80,13 +87,15 @@ class _PostNormed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *block: Any) -> Tuple[Tensor, Tensor]:
         residual, norm_weight, norm_bias, eps, code, activation, up_first, keep, dropout = block[7:]
-        with _below_autograd():
-            output = training._plain_forward(*block[:7], activation, keep, up_first)
-            y, total, statistics, *masks = norms._plain_sum_forward(
-                output[0], residual, norm_weight, norm_bias, eps, code, dropout
-            )
+        found = _post_normed_forward(*block)
+        if found is None:
+            result, gate, up = training._plain_forward(*block[:7], activation, keep, up_first)
+            norm = norm_weight, norm_bias, eps, code, dropout
+            y, total, statistics, *masks = norms._plain_sum_forward(result, residual, *norm)
+        else:
+            y, gate, up, total, statistics, *masks = found
         more = total, norm_weight, norm_bias, statistics, masks[0] if masks else None
-        training.save(ctx, block[:7], output, ctx.needs_input_grad[:7], activation, up_first, keep, more)
+        training.save(ctx, block[:7], (gate, up), ctx.needs_input_grad[:7], activation, up_first, keep, more)
         ctx.norm = eps, code, dropout
         return y, total
 

@@ -30,11 +30,13 @@ _LITTLE_WORK = 1 << 20  # multiplications
 class Saved(NamedTuple):
     """The choice of what is saved for a backward that may be asked for certain gradients.
 
-    ``operands`` takes this from all operands with None behind them. ``gate`` and ``up`` say whether their values before
-    the activation are, and ``lost`` are the places of operands that have gradients, but are not saved.
+    ``operands`` takes this from all operands with None behind them, by their ``places``. ``gate`` and ``up`` say
+    whether their values before the activation are, and ``lost`` are the places of operands that have gradients, but are
+    not saved. Compiled code reads the fields by their places (torch-ext/calls/saving.cpp).
     """
 
     operands: Callable[[Operands], Operands]
+    places: Tuple[int, ...]
     gate: bool
     up: bool
     lost: Tuple[int, ...]
@@ -44,22 +46,12 @@ class Saved(NamedTuple):
 def saved(needs: Needs, keep: bool) -> Saved:
     x, weight, up_weight, second_weight, bias, *_ = needs = needs[:7]
     if not keep:
-        return Saved(itemgetter(0, 1, 2, 3, 4, 5, -1), False, False, (6,) * needs[6])
+        places = (0, 1, 2, 3, 4, 5, -1)
+        return Saved(itemgetter(*places), places, False, False, (6,) * needs[6])
     wanted = (weight or up_weight, x, x, True, False, False, False)
-    places = (index if want else -1 for index, want in enumerate(wanted))
+    places = tuple(index if want else -1 for index, want in enumerate(wanted))
     lost = tuple(index for index, (need, want) in enumerate(zip(needs, wanted)) if need and not want)
-    return Saved(itemgetter(*places), True, x or weight or bias or second_weight, lost)
-
-
-def apart(inputs: Tuple[Any, ...]) -> Operands:
-    """The operands, of which leaves among the weights share their memory with what the module holds, and no more.
-
-    So a weight whose ``data`` is another tensor by the time of the backward has the gradients of what was multiplied,
-    as that of a linear layer does, of which autograd saves the transposed weight.
-    """
-    x, *weights, bias, up_bias, second_bias = inputs[:7]
-    weights = [each.detach() if each is not None and each.is_leaf else each for each in weights]
-    return (x, *weights, bias, up_bias, second_bias)
+    return Saved(itemgetter(*places), places, True, x or weight or bias or second_weight, lost)
 
 
 def layout(inputs: Tuple[Any, ...], needs: Needs) -> int:

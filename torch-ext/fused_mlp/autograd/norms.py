@@ -17,14 +17,14 @@ from .._ops import add_op_namespace_prefix
 from ..backends import native, reference
 from . import training
 
+# Past torch's dispatcher where nothing has to see them there (torch-ext/calls/direct/ops.h).
 _plain_forward, _plain_sum_forward, _plain_backward = (
-    getattr(op, "_op", None) for op in (native.norm_forward, native.sum_norm_forward, native.norm_backward)
+    getattr(native.plain_modules, name, None) for name in ("norm_forward", "sum_norm_forward", "norm_backward")
 )
 
 SUMS_BIASES = native.DEVICE_TYPE == "cuda"  # the backward of a norm of a sum also sums the gradient of a bias
 
 # Bound once: to look these up is a measurable part of a small call.
-_below_autograd = torch._C._AutoDispatchBelowAutograd
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_compiling = torch.compiler.is_compiling
 
@@ -129,8 +129,7 @@ def _composed(
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
-        with _below_autograd():
-            y, statistics = _plain_forward(*given)
+        y, statistics = _plain_forward(*given)
         _setup(ctx, given, statistics)
         return y
 
@@ -150,8 +149,7 @@ class _OfSum(torch.autograd.Function):
         behind: Optional[Tensor],
         *how: Any,
     ) -> Tuple[Tensor, Tensor]:
-        with _below_autograd():
-            y, total, statistics, *kept = _plain_sum_forward(x, residual, weight, bias, *how)
+        y, total, statistics, *kept = _plain_sum_forward(x, residual, weight, bias, *how)
         ctx.how = how
         # By the attributes that the methods of these names set: set_materialize_grads(), save_for_backward().
         ctx.materialize_grads, ctx.to_save = False, (total, weight, bias, statistics, *kept)

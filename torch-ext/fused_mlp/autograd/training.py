@@ -12,7 +12,7 @@ import itertools
 from operator import itemgetter
 from sys import getrefcount
 from types import ModuleType
-from typing import Any, Callable, Optional, Tuple
+from typing import Any, Callable, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -30,13 +30,15 @@ from .nodes import Operands
 KEPT, RECOMPUTED = MEMORY = ("activations", "recompute")
 
 _forward, _backward = native.training_forward, native.training_backward
-# Without what OpOverload does before them in Python, for calls that nothing traces.
+# Past torch's dispatcher where nothing has to see them there (torch-ext/calls/direct/ops.h), for calls that nothing
+# traces.
 _plain_forward, _plain_backward, _plain_backward_in_place = (
-    getattr(op, "_op", None) for op in (_forward, _backward, native.training_backward_)
+    getattr(native.plain_modules, name, None) for name in ("training_forward", "training_backward", "training_backward_")
 )
 
+_save = getattr(native.plain_modules, "save", None)
+
 # Bound once: to look these up is a measurable part of a small call.
-_below_autograd = torch._C._AutoDispatchBelowAutograd
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 is_transformed = torch._C._are_functorch_transforms_active
 _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
@@ -121,7 +123,8 @@ def kept(op: str, given: Operands, memory: str) -> Tuple[Tuple[str, ...], int]:
 def recorded_elements(op: str, given: Operands, activation: int, memory: str) -> Optional[int]:
     """The number of hidden values of a call, which decides if its op saves time; None if it recomputes.
 
-    By one whose activation is as cheap as ReLU, which keeps its result, an op without a gate saves much less.
+    By one whose activation is as cheap as ReLU, which keeps its result, an op without a gate saves much less: so many
+    values count for one.
     """
     if memory == RECOMPUTED:
         return None
@@ -130,7 +133,7 @@ def recorded_elements(op: str, given: Operands, activation: int, memory: str) ->
 
 
 def _share(op: str, activation: int) -> int:
-    return 1 if op != "mlp" or activation in _WITH_INPUT_KEPT else 64
+    return SHARES.get(activation, 1) if op == "mlp" else 1
 
 
 def least_rows(op: str, gated: bool, activation: int, weight: Tensor, memory: str, composite: bool = False) -> int:
@@ -190,6 +193,7 @@ def _first_layer(given: Operands, activation: int, up_first: Optional[bool], bac
 
 
 _NAMES = frozenset(("linear", "gated_linear", "mlp", "gated_mlp"))
+SHARES = {row.code: 64 for row in ACTIVATIONS if row.result_kept}
 _WITH_INPUT_KEPT = frozenset(row.code for row in ACTIVATIONS if not row.result_kept)
 NO_ACTIVATION = get_activation(None).code
 
@@ -241,12 +245,12 @@ def _setup_context(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
     needs, keep = ctx.needs_input_grad, inputs[8]
     # All operands, for a gradient that is differentiated: what traces this sees which the op is given.
-    ctx.save_for_backward(*inputs[:7], *_values(inputs, output, nodes.saved(needs, keep)))
+    ctx.save_for_backward(*inputs[:7], *_values(inputs, output[1:], nodes.saved(needs, keep)))
     ctx.how, ctx.own, ctx.edges = (inputs[7], inputs[9], keep, nodes.layout(inputs, needs)), None, {}
 
 
-def _values(inputs: Tuple[Any, ...], output: Tuple[Tensor, ...], saved: nodes.Saved) -> Tuple[Optional[Tensor], ...]:
-    return (output[1] if saved.gate else None, output[2] if saved.up and inputs[2] is not None else None)
+def _values(inputs: Tuple[Any, ...], kept: Sequence[Tensor], saved: nodes.Saved) -> Tuple[Optional[Tensor], ...]:
+    return (kept[0] if saved.gate else None, kept[1] if saved.up and inputs[2] is not None else None)
 
 
 def _gradients(ctx: Any, grad: Optional[Tensor], *_: None) -> Tuple[Optional[Tensor], ...]:
@@ -319,7 +323,7 @@ if native.DEVICE_TYPE is not None:
 def save(
     ctx: Any,
     inputs: Operands,
-    output: Tuple[Tensor, ...],
+    kept: Tuple[Tensor, ...],
     needs: nodes.Needs,
     activation: int,
     up_first: Optional[bool],
@@ -328,19 +332,10 @@ def save(
 ) -> None:
     """Sets what :func:`gradients` reads of a node whose op was given ``inputs``; ``more`` is saved behind that.
 
-    Values that are kept belong to the node, where no hooks have to see what autograd saves: nobody else gets hold of
-    them, so that they may be overwritten.
+    ``kept`` are gate and up before the activation. They belong to the node, where no hooks have to see what autograd
+    saves: nobody else gets hold of them, so that they may be overwritten.
     """
-    saved = nodes.saved(needs, keep)
-    operands, own = saved.operands((*nodes.apart(inputs), None)), _values(inputs, output, saved)
-    ctx.how = activation, up_first, keep, nodes.layout(inputs, needs)
-    ctx.edges = nodes.edges(inputs, saved.lost)
-    # By the attributes that the methods of these names set: set_materialize_grads(), save_for_backward().
-    ctx.materialize_grads = False
-    if _saved_tensors_hooks(False) is None:
-        ctx.to_save, ctx.own = (*operands, *more), own
-    else:
-        ctx.to_save, ctx.own = (*operands, *own, *more), None
+    _save(ctx, nodes.saved(needs, keep), inputs, kept, needs, (activation, up_first, keep), more)
 
 
 class _Recorded(torch.autograd.Function):
@@ -348,10 +343,9 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        with _below_autograd():
-            output = _plain_forward(*inputs)
-        save(ctx, inputs, output, ctx.needs_input_grad, inputs[7], inputs[9], inputs[8])
-        return output[0]
+        result, gate, up = _plain_forward(*inputs)
+        save(ctx, inputs, (gate, up), ctx.needs_input_grad, inputs[7], inputs[9], inputs[8])
+        return result
 
     backward = staticmethod(_gradients)
 

@@ -312,6 +312,11 @@ def _roles(callees: Dict[str, Dict[str, Any]], role_of: Callable[[Any], Optional
     return tuple((text, *alike) for text, alike in roles.items() if len(alike) == 1 and None not in alike)
 
 
+def _asks_first(match: AnyMatch) -> bool:
+    """True if compiled code asks first of a match whether it does enough work, and its parts are modules' own."""
+    return isinstance(match, SplitMLP) or (isinstance(match, Block) and isinstance(match.match, Whole))
+
+
 @remembered
 def _has_loop(function: FunctionType) -> bool:
     tree = effects.readable(function)
@@ -373,6 +378,8 @@ def _rewritten(
         # A block's MLP may be a module of its own, of any kind, and so may those that run in turn.
         gated = any(pattern.gated for pattern in patterns) or any(isinstance(match, (Block, Turns)) for match in found)
         runs_as_written = shortcut.plain.runs_as_written if shortcut.plain is not None and memory == KEPT else None
+        if all(map(_asks_first, found)):
+            runs_as_written = None
         instead = Instead(as_written(name, function), TRACED, memory, runs_as_written, gated)
         conditions = [
             tuple(branches.conditions_of(tree, node, role) for node in _calls_of(match, calls, tree)) for match in found

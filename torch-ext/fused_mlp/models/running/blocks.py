@@ -32,7 +32,7 @@ def block(
     if type(found) is tuple:
         found = shortcut.of_operands(*found)
     if found is not None:
-        return found
+        return None if found is False else found
     module = owner._modules.get(plan.module) if type(plan.module) is str else operands[plan.module]
     whole = _whole_sequence(module) if isinstance(module, nn.Sequential) else None
     if whole is None:

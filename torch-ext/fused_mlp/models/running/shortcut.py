@@ -23,8 +23,8 @@ from ... import dispatch
 from ...activations import ACTIVATIONS, get_activation
 from ...adapters import DROPS, run_parts
 from ...autograd import blocks as whole_blocks
+from ...autograd import nodes, training
 from ...autograd import norms as norms_alone
-from ...autograd import training
 from ...backends import native, reference
 from ...operands import PLAIN_TENSORS, halves, narrows_float32
 from ..matching.pattern import Pattern
@@ -50,8 +50,10 @@ _kernels: Dict[Tuple[type, Callable[..., Tensor]], bool] = {}
 # Classes of linear layers beside torch's, and whether their weights are [in, out]; if not, they have no bias.
 _linears: Dict[type, Tuple[Guards, bool]] = {}
 _OP_NAMES = ("linear", "mlp", "gated_linear", "gated_mlp", "residual_mlp", "residual_gated_mlp")
+_TRAINING_OP_NAMES = ("training_forward", "training_backward", "training_backward_")
+_TRAINING_OP_NAMES += ("norm_forward", "sum_norm_forward", "norm_backward")
 # Without what OpOverload does before this in Python.
-_ops = {name: getattr(getattr(native, name), "_op", None) for name in _OP_NAMES}
+_ops = {name: getattr(getattr(native, name), "_op", None) for name in (*_OP_NAMES, *_TRAINING_OP_NAMES)}
 _act_and_mul = getattr(native.act_and_mul, "_op", None)
 
 # By name of an op that may take more time than its parts where autograd follows: the function that computes these.
@@ -96,6 +98,15 @@ def known_by(act: Union[Act, str]) -> Union[Act, str]:
 # A function that returns something true where torch's dispatcher has more to do than to call an op. A future torch may
 # lack it: all ops are called then.
 _is_profiled = getattr(torch.autograd, "_profiler_enabled", None)
+
+
+def _handles() -> Optional[Tuple[Callable[..., Any], Callable[..., Any]]]:
+    """Functions of torch from a tensor to a handle of it and back, which AOTInductor has; None where there are none."""
+    functions = getattr(torch._C, "_aoti", None)
+    to_handle = getattr(functions, "unsafe_alloc_void_ptr_from_tensor", None)
+    to_tensor = getattr(functions, "alloc_tensor_by_stealing_from_void_ptr", None)
+    return None if None in (_is_profiled, to_handle, to_tensor) else (to_handle, to_tensor)
+
 
 # Objects of torch and of this package that compiled code uses; settings.h describes them.
 _settings = {
@@ -174,6 +185,12 @@ _settings = {
     "is_negated": Tensor.is_neg,
     "empty_like": torch.empty_like,
     "is_profiled": _is_profiled,
+    "handles": _handles(),
+    "shares": training.SHARES,
+    "work_of_many": dispatch.WORK_OF_MANY,
+    "saved_tensors_hooks": torch._C._autograd._top_saved_tensors_default_hooks,
+    "layout": nodes.layout,
+    "edges": nodes.edges,
 }
 plain = native.plain_modules  # None where nothing is compiled
 if plain is not None:
@@ -296,7 +313,9 @@ def block(
     if not is_grad_enabled() and (module is None or module.training) and is_as_recorded(module, x, operands):
         return recorded_block(block, plan, module, x, residual, factor, modulation, operands)
     found = None if plain is None else plain.block(plan, module, x, residual, factor, modulation, operands)
-    return of_operands(*found) if type(found) is tuple else found
+    if type(found) is tuple:
+        return of_operands(*found)
+    return None if found is False else found
 
 
 def recorded_block(
@@ -338,10 +357,7 @@ def of_operands(pattern: Pattern, operands: Tuple[Any, ...], dropout: Optional[f
             if not _are_halves(first, first_bias):
                 return None
     memory = pattern.memory
-    name = "gated_mlp" if pattern.gated else "mlp"
-    if activation == training.NO_ACTIVATION or (
-        x.is_cpu and training.is_left_to_parts(name, layers, activation, memory)
-    ):
+    if activation == training.NO_ACTIVATION:
         return None
     keep = memory == training.KEPT or training.keeps(layers, memory)
     if keep and not given[0].requires_grad and training.is_first_frozen(*layers):

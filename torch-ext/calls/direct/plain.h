@@ -3,8 +3,8 @@
 #include <cstdint>
 #include <functional>
 
-#include "../operands/matrix.h"
-#include "../ops/norm.h"
+#include "../../operands/matrix.h"
+#include "../../ops/norm.h"
 
 // An MLP, and what is around it in its block, as its kernels see it: without tensors, and checked.
 namespace fused_mlp {

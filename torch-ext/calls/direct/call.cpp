@@ -1,15 +1,14 @@
-#include "direct_call.h"
+#include "call.h"
 
 #include <algorithm>
-#include <exception>
 #include <optional>
 #include <utility>
 
-#include "../operands/activation.h"
-#include "../operands/dlpack.h"
-#include "../operands/rows.h"
-#include "answers.h"
-#include "direct.h"
+#include "../../operands/activation.h"
+#include "../../operands/dlpack.h"
+#include "../../operands/rows.h"
+#include "../answers.h"
+#include "plain.h"
 
 namespace fused_mlp {
 namespace {
@@ -215,30 +214,6 @@ class Reader {
   const DirectForm& form_;
   PyObject* const operands_;
   dlpack::Tensor x_;
-};
-
-// Runs a function of C++; where it throws, sets an error of Python's and returns false.
-template <typename Function>
-bool succeeds(const Function& function) {
-  try {
-    function();
-    return true;
-  } catch (const std::exception& thrown) {
-    PyErr_SetString(PyExc_RuntimeError, thrown.what());
-    return false;
-  }
-}
-
-// Gives up the interpreter's lock, as torch does for its ops.
-class Unlocked {
- public:
-  Unlocked() : state_(PyEval_SaveThread()) {}
-  Unlocked(const Unlocked&) = delete;
-  Unlocked& operator=(const Unlocked&) = delete;
-  ~Unlocked() { PyEval_RestoreThread(state_); }
-
- private:
-  PyThreadState* state_;
 };
 
 }  // namespace

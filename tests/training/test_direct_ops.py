@@ -1,0 +1,114 @@
+"""Ops of training are called past torch's dispatcher, unless something is to see them there."""
+
+import importlib
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from safety import assert_close
+
+@pytest.fixture
+def module_of(fused_mlp):
+    return lambda name: importlib.import_module(f"{fused_mlp.__name__}.{name}")
+
+
+@pytest.fixture
+def ops_that_raise(module_of):
+    """Whoever calls an op by the dispatcher is told so."""
+    shortcut = module_of("models.running.shortcut")
+
+    def refuse(*_):
+        raise NotImplementedError("an op was called")
+
+    shortcut.plain.configure({**shortcut._settings, "ops": dict.fromkeys(shortcut._ops, refuse)})
+    yield
+    shortcut.plain.configure(shortcut._settings)
+
+
+@pytest.fixture
+def run(module_of, device):
+    """Forward and backward of a block: its result and gradients."""
+    blocks, activations = module_of("autograd.blocks"), module_of("activations")
+    code = activations.get_activation("gelu").code
+    torch.manual_seed(0)
+    sizes = (2, 3, 32), (48, 32), (32, 48), (48,), (32,), (32,), (32,)
+    x, *parameters = (torch.randn(size, device=device) for size in sizes)
+
+    def run(kind, x=x):
+        leaves = [each.clone().requires_grad_() for each in (x, *parameters)]
+        given, first, second, bias, second_bias, *norm = leaves
+        residual = None if kind == "pre_normed" else given
+        layers = given, first, None, second, bias, None, second_bias
+        found = getattr(blocks, kind)(*layers, residual, *norm, 1e-5, 1, code, None, True, 0.0)
+        result = found if kind == "pre_normed" else found[0]
+        return [result.detach(), *torch.autograd.grad(result.square().sum(), leaves)]
+
+    return run
+
+
+@pytest.mark.parametrize("kind", ["pre_normed", "post_normed"])
+def test_past_the_dispatcher(run, kind, ops_that_raise, module_of):
+    found = run(kind)
+    shortcut = module_of("models.running.shortcut")
+    shortcut.plain.configure({**shortcut._settings, "handles": None})
+    assert all(map(torch.equal, found, run(kind)))
+
+
+@pytest.mark.parametrize("kind", ["pre_normed", "post_normed"])
+def test_a_profiler_sees_the_ops(run, kind):
+    expected = run(kind)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        found = run(kind)
+    seen = {event.key.rpartition("::")[2] for event in profile.key_averages()}
+    norm = "norm_forward" if kind == "pre_normed" else "sum_norm_forward"
+    assert {norm, "norm_backward", "training_forward", "training_backward_"} <= seen
+    assert all(map(torch.equal, found, expected))
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, kinds, arguments=(), named=None):
+        self.names.add(function._schema.name.rpartition("::")[2])
+        return function(*arguments, **(named or {}))
+
+
+@pytest.mark.parametrize("kind", ["pre_normed", "post_normed"])
+def test_a_dispatch_mode_sees_the_ops(run, kind):
+    with Seen() as seen:
+        found = run(kind)
+    assert "training_forward" in seen.names and "norm_backward" in seen.names
+    assert seen.names & {"training_backward", "training_backward_"}
+    for each, expected in zip(found, run(kind), strict=True):
+        assert_close(each, expected)
+
+
+def test_operands_that_are_not_plain(device, module_of):
+    """They go by the dispatcher, which computes or refuses them as ever."""
+    norms = module_of("autograd.norms")
+    weight = torch.ones(8, device=device)
+    negated = torch._neg_view(torch.randn(2, 8, device=device))
+    y, _ = norms._plain_forward(negated, weight, None, 1e-5, 1, False)
+    assert_close(y, nn.functional.layer_norm(negated.resolve_neg(), (8,), weight, eps=1e-5))
+    on_meta = [torch.ones(size, device="meta") for size in ((2, 8), (8,))]
+    assert norms._plain_forward(*on_meta, None, 1e-5, 1, False)[0].is_meta
+    for given in ((weight.to_sparse(), weight), ([1.0], weight)):
+        with pytest.raises((RuntimeError, TypeError)):
+            norms._plain_forward(*given, None, 1e-5, 1, False)
+    with pytest.raises((RuntimeError, TypeError)):
+        norms._plain_forward(weight)
+
+
+def test_errors_are_those_of_the_op(device, module_of):
+    norms, native = module_of("autograd.norms"), module_of("backends.native")
+    x, weight = torch.ones(2, 8, device=device), torch.ones(9, device=device)
+    words = []
+    for op in (norms._plain_forward, native.norm_forward):
+        with pytest.raises(RuntimeError, match="as it norms") as raised:
+            op(x, weight, None, 1e-5, 1, False)
+        words.append(str(raised.value).splitlines()[0])
+    assert words[0] == words[1]

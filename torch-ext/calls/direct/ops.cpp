@@ -1,0 +1,200 @@
+#include "ops.h"
+
+#if defined(CUDA_KERNEL)
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
+#else
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
+#endif
+
+#include <array>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "../../global_state/modes.h"
+#include "../../global_state/settings.h"
+#include "../../torch_binding.h"
+#include "../answers.h"
+#include "../plain_mlp.h"
+
+namespace fused_mlp {
+namespace {
+
+// The functions of torch from a tensor of Python's to a handle of it, which is new and in a capsule, and back.
+PyObject* to_handle() { return PyTuple_GetItem(settings.handles, 0); }
+PyObject* to_tensor() { return PyTuple_GetItem(settings.handles, 1); }
+
+#if defined(CUDA_KERNEL)
+constexpr auto device_of_ops = aoti_torch_device_type_cuda;
+constexpr auto add_tensors = aoti_torch_cuda_add_Tensor;
+#else
+constexpr auto device_of_ops = aoti_torch_device_type_cpu;
+constexpr auto add_tensors = aoti_torch_cpu_add_Tensor;
+#endif
+
+// True if the dispatcher would do nothing with this tensor but to hand it on to the ops of this build.
+bool is_plain(const Tensor& tensor) {
+  static const int32_t device = device_of_ops(), strided = aoti_torch_layout_strided();
+  int32_t its_device = -1, layout = -1;
+  return aoti_torch_get_device_type(tensor.get(), &its_device) == 0 && its_device == device &&
+         aoti_torch_get_layout(tensor.get(), &layout) == 0 && layout == strided;
+}
+
+// Takes the operands that are tensors into the places of theirs. False where one is not plain.
+bool take_tensors(PyObject* operands, OptionalTensor* tensors) {
+  for (Py_ssize_t i = 0, count = PyTuple_Size(operands); i < count; ++i) {
+    PyObject* const operand = PyTuple_GetItem(operands, i);
+    if (!is_tensor(operand)) continue;
+    const Owned negated(PyObject_CallFunctionObjArgs(settings.is_negated, operand, nullptr));
+    if (truth(negated.get()) != kNo) return false;
+    const Owned capsule(PyObject_CallFunctionObjArgs(to_handle(), operand, nullptr));
+    void* const handle = capsule ? PyCapsule_GetPointer(capsule.get(), nullptr) : nullptr;
+    if (handle == nullptr) return false;
+    tensors[i] = Tensor(static_cast<AtenTensorHandle>(handle));
+    if (!is_plain(*tensors[i])) return false;
+  }
+  return true;
+}
+
+// An operand as a parameter of an op's function; `fits` says whether it can be.
+template <typename Parameter>
+struct Operand;
+
+template <>
+struct Operand<const Tensor&> {
+  static bool fits(PyObject*, const OptionalTensor& tensor) { return tensor.has_value(); }
+  static const Tensor& of(PyObject*, const OptionalTensor& tensor) { return *tensor; }
+};
+
+template <>
+struct Operand<const OptionalTensor&> {
+  static bool fits(PyObject* given, const OptionalTensor& tensor) { return tensor || given == Py_None; }
+  static const OptionalTensor& of(PyObject*, const OptionalTensor& tensor) { return tensor; }
+};
+
+template <>
+struct Operand<int64_t> {
+  static bool fits(PyObject* given, const OptionalTensor&) { return PyLong_Check(given); }
+  static int64_t of(PyObject* given, const OptionalTensor&) { return PyLong_AsSsize_t(given); }
+};
+
+template <>
+struct Operand<double> {
+  static bool fits(PyObject* given, const OptionalTensor&) { return PyFloat_Check(given); }
+  static double of(PyObject* given, const OptionalTensor&) { return PyFloat_AsDouble(given); }
+};
+
+template <>
+struct Operand<bool> {
+  static bool fits(PyObject* given, const OptionalTensor&) { return given == Py_True || given == Py_False; }
+  static bool of(PyObject* given, const OptionalTensor&) { return given == Py_True; }
+};
+
+template <>
+struct Operand<std::optional<bool>> {
+  static bool fits(PyObject* given, const OptionalTensor& tensor) {
+    return given == Py_None || Operand<bool>::fits(given, tensor);
+  }
+  static std::optional<bool> of(PyObject* given, const OptionalTensor&) {
+    return given == Py_None ? std::nullopt : std::optional(given == Py_True);
+  }
+};
+
+PyObject* tensors_of(const std::vector<Tensor>& found) {
+  Owned tensors(PyList_New(found.size()));
+  for (size_t i = 0; tensors && i < found.size(); ++i) {
+    AtenTensorHandle handle = nullptr;
+    if (aoti_torch_new_tensor_handle(found[i].get(), &handle) != 0) return PyErr_NoMemory();
+    const Owned capsule(PyCapsule_New(handle, nullptr, nullptr));
+    PyObject* const tensor = capsule ? PyObject_CallFunctionObjArgs(to_tensor(), capsule.get(), nullptr) : nullptr;
+    if (tensor == nullptr || PyList_SetItem(tensors.get(), i, tensor) != 0) return nullptr;
+  }
+  return tensors.release();
+}
+
+template <typename... Tensors>
+PyObject* tensors_of(const std::tuple<Tensors...>& found) {
+  return std::apply([](const auto&... each) { return tensors_of(std::vector<Tensor>{each...}); }, found);
+}
+
+// Calls an op's function into `*found`, where nothing has to see the call. False where the op is left to the
+// dispatcher: an error of Python's may then be set.
+template <typename Result, typename... Parameters, size_t... kPlaces>
+bool call(Result (*op)(Parameters...), PyObject* operands, PyObject** found, std::index_sequence<kPlaces...>) {
+  constexpr size_t kCount = sizeof...(Parameters);
+  if (settings.handles == Py_None || PyTuple_Size(operands) != kCount) return false;
+  if (is_quiet() != kYes || said_by(settings.is_profiled) != kNo) return false;
+  std::array<OptionalTensor, kCount> tensors;
+  if (!take_tensors(operands, tensors.data())) return false;
+  if (!(Operand<Parameters>::fits(PyTuple_GetItem(operands, kPlaces), tensors[kPlaces]) && ...)) return false;
+  const std::tuple<Parameters...> given{
+      Operand<Parameters>::of(PyTuple_GetItem(operands, kPlaces), tensors[kPlaces])...};
+  if (PyErr_Occurred()) return false;
+  std::optional<Result> result;
+  const bool succeeded = succeeds([&] {
+    const Unlocked unlocked;
+    result.emplace(std::apply(op, given));
+  });
+  *found = succeeded ? tensors_of(*result) : nullptr;
+  return true;
+}
+
+template <typename Result, typename... Parameters>
+bool call(Result (*op)(Parameters...), PyObject* operands, PyObject** found) {
+  return call(op, operands, found, std::index_sequence_for<Parameters...>());
+}
+
+// x + mlp(norm(x)) and norm(residual + dropout(mlp(x))) as one call: what the two ops give, with the result first.
+std::vector<Tensor> pre_normed_forward(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight,
+                                       const OptionalTensor& second_weight, const OptionalTensor& bias,
+                                       const OptionalTensor& up_bias, const OptionalTensor& second_bias,
+                                       const OptionalTensor& norm_weight, const OptionalTensor& norm_bias, double eps,
+                                       int64_t norm, int64_t activation, bool keep, std::optional<bool> up_first) {
+  const auto [normed, statistics] = norm_forward(x, norm_weight, norm_bias, eps, norm, false);
+  const auto [out, gate, up] = training_forward(normed, weight, up_weight, second_weight, bias, up_bias, second_bias,
+                                                activation, keep, up_first);
+  AtenTensorHandle sum = nullptr;
+  TORCH_ERROR_CODE_CHECK(add_tensors(x.get(), out.get(), 1.0, &sum));
+  return {Tensor(sum), gate, up, normed, statistics};
+}
+
+std::vector<Tensor> post_normed_forward(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight,
+                                        const OptionalTensor& second_weight, const OptionalTensor& bias,
+                                        const OptionalTensor& up_bias, const OptionalTensor& second_bias,
+                                        const Tensor& residual, const OptionalTensor& norm_weight,
+                                        const OptionalTensor& norm_bias, double eps, int64_t norm, int64_t activation,
+                                        std::optional<bool> up_first, bool keep, double dropout) {
+  const auto [out, gate, up] =
+      training_forward(x, weight, up_weight, second_weight, bias, up_bias, second_bias, activation, keep, up_first);
+  std::vector<Tensor> found = sum_norm_forward(out, residual, norm_weight, norm_bias, eps, norm, dropout);
+  found.insert(found.begin() + 1, {gate, up});
+  return found;
+}
+
+// Without a name of an op, what is left is None.
+template <auto kOp, PyObject* Names::* kName = nullptr>
+PyObject* past_dispatcher(PyObject*, PyObject* operands) {
+  PyObject* found = nullptr;
+  if (call(kOp, operands, &found)) return found;
+  if (!is_answer()) return nullptr;
+  if constexpr (kName == nullptr) Py_RETURN_NONE;
+  PyObject* const op = item(settings.ops, names().*kName);
+  return op == nullptr ? nullptr : PyObject_CallObject(op, operands);
+}
+
+}  // namespace
+
+PyMethodDef direct_op_methods[] = {
+    {"norm_forward", past_dispatcher<norm_forward, &Names::norm_forward>, METH_VARARGS, nullptr},
+    {"sum_norm_forward", past_dispatcher<sum_norm_forward, &Names::sum_norm_forward>, METH_VARARGS, nullptr},
+    {"norm_backward", past_dispatcher<norm_backward, &Names::norm_backward>, METH_VARARGS, nullptr},
+    {"pre_normed_forward", past_dispatcher<pre_normed_forward>, METH_VARARGS, nullptr},
+    {"post_normed_forward", past_dispatcher<post_normed_forward>, METH_VARARGS, nullptr},
+    {"training_forward", past_dispatcher<training_forward, &Names::training_forward>, METH_VARARGS, nullptr},
+    {"training_backward", past_dispatcher<training_backward, &Names::training_backward>, METH_VARARGS, nullptr},
+    {"training_backward_", past_dispatcher<training_backward_, &Names::training_backward_>, METH_VARARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace fused_mlp
