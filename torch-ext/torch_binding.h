@@ -104,6 +104,12 @@ Tensor experts_mlp(const Tensor& x, const Tensor& top_k_index, const Tensor& top
                    const OptionalTensor& down_bias, int64_t activation, bool gated, bool interleaved, bool transposed,
                    std::optional<double> limit, double up_offset);
 
+// The same into `out`, whose rows are adjacent, and to which rows of a residual are added.
+void experts_into(const Tensor& out, const OptionalTensor& residual, const Tensor& x, const Tensor& top_k_index,
+                  const Tensor& top_k_weights, const Tensor& gate_up_weight, const Tensor& down_weight,
+                  const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias, int64_t activation, bool gated,
+                  bool interleaved, bool transposed, std::optional<double> limit, double up_offset);
+
 // On Hopper GPUs, the same with adapters: the factors a [E, rank, in] and b [E, 2 * hidden, rank], or both none, of the
 // first layer, and those of the second, in the dtype of x or in float32, and the scalings of both. No weights are
 // transposed.

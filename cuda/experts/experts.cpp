@@ -16,7 +16,8 @@ using torch::stable::accelerator::DeviceGuard;
 
 namespace {
 
-Tensor compute_experts(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights,
+// Into a new tensor, where none is given.
+Tensor compute_experts(const OptionalTensor& into, const OptionalTensor& residual, const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights,
                        const Tensor& gate_up_weight, const Tensor& down_weight, const OptionalTensor& gate_up_bias,
                        const OptionalTensor& down_bias, const std::vector<OptionalTensor>& factors,
                        const std::vector<double>& scalings, int64_t activation, bool gated, bool interleaved,
@@ -38,7 +39,7 @@ Tensor compute_experts(const Tensor& x, const Tensor& top_k_index, const Tensor&
       ExpertLayer{gate_up, gate_up_bias, gated ? 2 : 1, interleaved, transposed}.problem(routes, dtype, routes.top_k);
   GroupedProblem second = ExpertLayer{down, down_bias, 1, false, transposed}.problem(routes, dtype, 1);
 
-  const Tensor out = new_dense(x, {x.size(0), second.gemm.n});
+  const Tensor out = into ? *into : new_dense(x, {x.size(0), second.gemm.n});
   if (out.numel() == 0) return out;
   const TensorRows rows = addressable_rows(x);
   first.gemm.epilogue.activation = activation;
@@ -96,7 +97,8 @@ Tensor compute_experts(const Tensor& x, const Tensor& top_k_index, const Tensor&
                         weight_type(weights),
                         out.mutable_data_ptr(),
                         static_cast<int>(second.gemm.n),
-                        dtype};
+                        dtype,
+                        residual ? Matrix{residual->mutable_data_ptr(), residual->stride(0)} : kNoMatrix};
   const cudaStream_t stream = current_stream(x);
   // For few slots, the factors of their experts alone.
   const bool of_slots = !sorts && routes.slots() < routes.experts;
@@ -137,8 +139,16 @@ Tensor experts_mlp(const Tensor& x, const Tensor& top_k_index, const Tensor& top
                    const Tensor& gate_up_weight, const Tensor& down_weight, const OptionalTensor& gate_up_bias,
                    const OptionalTensor& down_bias, int64_t activation, bool gated, bool interleaved, bool transposed,
                    std::optional<double> limit, double up_offset) {
-  return compute_experts(x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias, {}, {},
+  return compute_experts({}, {}, x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias, {}, {},
                          activation, gated, interleaved, transposed, limit, up_offset);
+}
+
+void experts_into(const Tensor& out, const OptionalTensor& residual, const Tensor& x, const Tensor& top_k_index,
+                  const Tensor& top_k_weights, const Tensor& gate_up_weight, const Tensor& down_weight,
+                  const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias, int64_t activation, bool gated,
+                  bool interleaved, bool transposed, std::optional<double> limit, double up_offset) {
+  compute_experts(out, residual, x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias,
+                  {}, {}, activation, gated, interleaved, transposed, limit, up_offset);
 }
 
 Tensor adapted_experts(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights,
@@ -146,7 +156,7 @@ Tensor adapted_experts(const Tensor& x, const Tensor& top_k_index, const Tensor&
                        const OptionalTensor& down_bias, const std::vector<OptionalTensor>& factors,
                        const std::vector<double>& scalings, int64_t activation, bool gated, bool interleaved,
                        bool transposed, std::optional<double> limit, double up_offset) {
-  return compute_experts(x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias, factors,
+  return compute_experts({}, {}, x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias, factors,
                          scalings, activation, gated, interleaved, transposed, limit, up_offset);
 }
 

@@ -19,6 +19,7 @@ from ..proving.evaluation import Evaluation, inputs
 from ..proving.values import Bound, Held, Node, NotProved, Proof, Proofs, Value
 from ..reading.attributes import as_written, class_of, written
 from ..running import shortcut
+from .conditions import Conditions, conditions_of
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -59,7 +60,12 @@ def _method_of(module: nn.Module) -> Optional[FunctionType]:
         return None
     if "weight" not in module._parameters or module._modules:
         return None
-    return _proofs.get(method, module, lambda: _proved(module, method)).found
+    return _proof_of(module).found
+
+
+def _proof_of(module: nn.Module) -> Proof:
+    method = class_of(module).forward
+    return _proofs.get(method, module, lambda: _proved(module, method))
 
 
 def _proved(module: nn.Module, method: FunctionType) -> Proof:
@@ -124,6 +130,31 @@ def _fused_method(method: FunctionType, form: _Form) -> FunctionType:
     _forms[forward] = form
     written[forward] = original
     return forward
+
+
+class Router(NamedTuple):
+    """A router in its present state: what it chooses, and on what that rests.
+
+    Compiled code reads the fields by their places (torch-ext/calls/mixtures/plain_mixture.cpp).
+    """
+
+    conditions: Conditions
+    top_k: int
+    normalized: bool
+    narrow: bool
+
+
+def router_of(module: nn.Module) -> Optional[Router]:
+    """A module as a router that one op computes; None where it is none."""
+    method = _method_of(module)
+    if method is None or refusal(module) is not None:
+        return None
+    form, proof = _forms[method], _proof_of(module)
+    of_class = [(type(module), name, getattr(type(module), name)) for name in ("forward", "__call__")]
+    conditions = conditions_of(module, proof.dependencies, (form.width, form.top_k, "weight"), attributes=of_class)
+    if conditions is None:
+        return None
+    return Router(conditions, module.__dict__[form.top_k], form.normalized, form.narrow)
 
 
 def refusal(module: nn.Module) -> Optional[str]:
