@@ -212,7 +212,8 @@ def left(module: nn.Module, methods: Iterable[FunctionType], reason: Reason) -> 
         return Outcome(NONE, (reason,), _EXPERTS)
     if any(made(method) for made in _NO_MLPS for method in methods):
         return None
-    return Outcome(NONE, (reason,), _pattern(mlp for method in methods for mlp in rewriter.mlps_in(method, module)))
+    mlps = [mlp for method in methods for mlp in rewriter.mlps_in(method, module)]
+    return Outcome(NONE, (reason,), _pattern(mlps)) if mlps else None  # else they are modules of their own
 
 
 _NO_MLPS = (routers.is_fused, blocks.is_fused, endings.is_fused, adapted.is_fused, normed.is_fused)
