@@ -28,9 +28,6 @@ Tensor compute_experts(const OptionalTensor& into, const OptionalTensor& residua
   STD_TORCH_CHECK(dtype != DType::kFloat32, "x must be bfloat16 or float16");
   check_size(top_k_index.numel(), gate_up_weight.size(0));
   const DeviceGuard device_guard(x.get_device_index());
-  const ExpertKernels chosen = ExpertKernels::of(x);
-  const Gpu& device = chosen.gpu;
-
   const Tensor index = torch::stable::contiguous(top_k_index), weights = torch::stable::contiguous(top_k_weights);
   const Tensor gate_up = aligned(gate_up_weight) ? gate_up_weight : torch::stable::clone(gate_up_weight);
   const Tensor down = aligned(down_weight) ? down_weight : torch::stable::clone(down_weight);
@@ -38,6 +35,9 @@ Tensor compute_experts(const OptionalTensor& into, const OptionalTensor& residua
   GroupedProblem first =
       ExpertLayer{gate_up, gate_up_bias, gated ? 2 : 1, interleaved, transposed}.problem(routes, dtype, routes.top_k);
   GroupedProblem second = ExpertLayer{down, down_bias, 1, false, transposed}.problem(routes, dtype, 1);
+
+  const ExpertKernels chosen = ExpertKernels::of(x, first, !factors.empty());
+  const Gpu& device = chosen.gpu;
 
   const Tensor out = into ? *into : new_dense(x, {x.size(0), second.gemm.n});
   if (out.numel() == 0) return out;
@@ -54,10 +54,11 @@ Tensor compute_experts(const OptionalTensor& into, const OptionalTensor& residua
                   "there is no kernel for adapters of these experts");
   const bool gathers =
       plan.gathers && !adapters.any() && rows.rows * rows.row_stride / 8 <= std::numeric_limits<uint32_t>::max();
-  const Tensor sorted = new_dense(x, {sorts && !gathers ? slots : 0, rows.cols});
+  const Tensor sorted = sorts && !gathers ? new_dense(x, {slots, rows.cols}) : Tensor();
   const int64_t of_tile = (fitted ? sizeof(FittedTile) : sizeof(int)) / 2;  // in elements of 16 bits, as lists are
   const int64_t gathered = gathers ? slots : 0;
-  const Tensor lists = new_dense(x, {sorts ? plan.row_tiles * of_tile + 2 * (1 + routes.slots() + gathered) : 0});
+  const Tensor lists =
+      sorts ? new_dense(x, {plan.row_tiles * of_tile + 2 * (1 + routes.slots() + gathered)}) : Tensor();
   RowSort sort{routes, matrix(rows), rows.cols, fitted ? kFittedStep : plan.rows};
   sort.tile_rows = plan.rows;
   if (sorts) {
@@ -164,8 +165,6 @@ std::string plan_experts(const Tensor& x, const Tensor& gate_up_weight, const Te
                          bool transposed) {
   STD_TORCH_CHECK(x.dim() == 2 && top_k > 0 && x.size(0) > 0, "operands must be those of a call");
   check_size(x.size(0) * top_k, gate_up_weight.size(0));
-  const ExpertKernels chosen = ExpertKernels::of(x);
-  const Gpu& device = chosen.gpu;
   const Routes routes{nullptr, 8, static_cast<int>(x.size(0)), static_cast<int>(top_k),
                       static_cast<int>(gate_up_weight.size(0))};
   const int parts = gate_up_weight.size(transposed ? 2 : 1) == down_weight.size(transposed ? 1 : 2) ? 1 : 2;
@@ -173,7 +172,10 @@ std::string plan_experts(const Tensor& x, const Tensor& gate_up_weight, const Te
   const DType dtype = dtype_of(x, "x");
   const GroupedProblem first = ExpertLayer{gate_up_weight, {}, parts, false, transposed}.problem(routes, dtype, 1);
   const GroupedProblem second = ExpertLayer{down_weight, {}, 1, false, transposed}.problem(routes, dtype, 1);
-  const Refusal refusal = forces_experts() ? Refusal::kNone : chosen.kernels.decide(first, second, device);
+  const ExpertKernels chosen = ExpertKernels::of(x, first, false);
+  const Gpu& device = chosen.gpu;
+  const Architecture& own = *architecture_of(device);
+  const Refusal refusal = forces_experts() ? Refusal::kNone : own.grouped->decide(first, second, device);
   for (const GroupedProblem* problem : {&first, &second}) {
     if (refusal != Refusal::kNone) {
       record.layer().set("implementation", "torch").set("refusal", code(refusal));
@@ -185,7 +187,7 @@ std::string plan_experts(const Tensor& x, const Tensor& gate_up_weight, const Te
         .set("kernel", plan.loop == MainLoop::kTiled ? "grouped_tiled" : "grouped")
         .set("block_m", plan.rows);
     record.set("split_k", plan.split_k);
-    if (guesses(*chosen.architecture, device)) record.set("basis", "model");
+    if (guesses(own, device)) record.set("basis", "model");
   }
   return record.text();
 }
