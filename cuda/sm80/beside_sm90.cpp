@@ -103,7 +103,7 @@ GemmPlan choose_beside_sm90(const GemmProblem& p, const Gpu& gpu) {
 
 // Of one token, whose choices are the rows, clusters of sm_90a's kernels have more to prepare and to add up.
 bool experts_are_faster_beside_sm90(const GroupedProblem& first, const Gpu&) {
-  return first.routes.tokens == 1 && first.routes.slots() <= kSearchedSlots && !first.transposed;
+  return first.routes.slots() <= kSearchedSlots && !first.transposed;
 }
 
 }  // namespace fused_mlp::sm80
