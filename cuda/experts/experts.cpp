@@ -16,6 +16,11 @@ using torch::stable::accelerator::DeviceGuard;
 
 namespace {
 
+// A matrix with adjacent elements. torch's dispatcher is asked only where it has to be copied.
+Tensor dense(const Tensor& matrix) {
+  return matrix.stride(1) == 1 && matrix.stride(0) == matrix.size(1) ? matrix : torch::stable::contiguous(matrix);
+}
+
 // Into a new tensor, where none is given.
 Tensor compute_experts(const OptionalTensor& into, const OptionalTensor& residual, const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights,
                        const Tensor& gate_up_weight, const Tensor& down_weight, const OptionalTensor& gate_up_bias,
@@ -28,7 +33,7 @@ Tensor compute_experts(const OptionalTensor& into, const OptionalTensor& residua
   STD_TORCH_CHECK(dtype != DType::kFloat32, "x must be bfloat16 or float16");
   check_size(top_k_index.numel(), gate_up_weight.size(0));
   const DeviceGuard device_guard(x.get_device_index());
-  const Tensor index = torch::stable::contiguous(top_k_index), weights = torch::stable::contiguous(top_k_weights);
+  const Tensor index = dense(top_k_index), weights = dense(top_k_weights);
   const Tensor gate_up = aligned(gate_up_weight) ? gate_up_weight : torch::stable::clone(gate_up_weight);
   const Tensor down = aligned(down_weight) ? down_weight : torch::stable::clone(down_weight);
   const Routes routes = routes_of(index, gate_up.size(0));
