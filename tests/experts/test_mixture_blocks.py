@@ -7,7 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeMLP, Qwen3MoeTopKRouter
 
+import machine
 import mixtures
 
 MODELS = ["qwen3_moe", "mixtral", "olmoe", "qwen3_vl_moe_text"]
@@ -30,7 +32,7 @@ class Calls:
 
     def _counted(self, name, given):
         result = getattr(self.plain, name)(*given)
-        self.made[name] += type(result) is torch.Tensor
+        self.made[name] += type(result) is torch.Tensor  # and not a name of what has to be called first
         return result
 
 
@@ -93,6 +95,71 @@ def test_blocks(fused_mlp, device, calls, model_type):
             ids = torch.randint(90, (2, 7), device=device)
             assert error(fused(ids)[0], model(ids)[0]) < bound(dtype)
         assert calls.made["block_of"] == before["block_of"] + 1
+
+
+class SharedBlock(nn.Module):
+    """As DeepSeek-V3's block, of other parts."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.experts = Qwen3MoeExperts(config)
+        self.gate = Qwen3MoeTopKRouter(config)
+        self.shared_experts = Qwen3MoeMLP(config, intermediate_size=40)
+
+    def forward(self, hidden_states):
+        residuals = hidden_states
+        orig_shape = hidden_states.shape
+        _, topk_weights, topk_indices = self.gate(hidden_states)
+        hidden_states = hidden_states.view(-1, hidden_states.shape[-1])
+        hidden_states = self.experts(hidden_states, topk_indices, topk_weights).view(*orig_shape)
+        hidden_states = hidden_states + self.shared_experts(residuals)
+        return hidden_states
+
+
+def test_a_shared_expert(fused_mlp, device, calls):
+    """It is called once, with what it was called with, also where the block is not one call."""
+    (dtype, *_) = dtypes(device)
+    config = mixtures.build("qwen3_moe", num_hidden_layers=1).config
+    plain = SharedBlock(config).to(device, dtype).eval()
+    for parameter in plain.parameters():
+        parameter.data.normal_(std=0.3)
+    fused, seen = copy.deepcopy(plain), []
+    fused_mlp.fuse_mlps(fused)
+    fused.shared_experts.register_forward_hook(lambda module, given, out: seen.append(given[0]))
+    x = torch.randn(2, 5, 32, device=device, dtype=dtype)
+    with torch.no_grad():
+        for _ in range(6):
+            assert error(fused(x), plain(x)) < bound(dtype)
+        assert len(seen) == 6 and all(given is x for given in seen) and calls.made["mixture"] == 5
+        fused.gate.register_forward_hook(lambda module, given, out: None)
+        assert error(fused(x), plain(x)) < bound(dtype)
+        fused.shared_experts = nn.Linear(32, 32).to(device, dtype)
+        plain.shared_experts = fused.shared_experts
+        assert error(fused(x), plain(x)) < bound(dtype)
+    assert len(seen) == 7 and calls.made["mixture"] == 5
+
+
+@pytest.mark.skipif(machine.device_type() != "cuda", reason="there are kernels on GPUs alone")
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe"])
+def test_blocks_of_sigmoids(fused_mlp, device, calls, model_type):
+    model = mixtures.build(model_type, torch.bfloat16, n_group=2, topk_group=1).to(device).eval()
+    blocks = [module for module in model.modules() if type(module).__name__.endswith("MoE")]
+    fused = copy.deepcopy(model)
+    fused_mlp.fuse_mlps(fused)
+    others = [module for module in fused.modules() if type(module).__name__.endswith("MoE")]
+    assert blocks
+    with torch.no_grad():
+        for plain, ours in zip(blocks, others):
+            for parameter, other in zip(plain.parameters(), ours.parameters()):
+                parameter.data.normal_(std=0.3)
+                other.data.copy_(parameter.data)
+            for _ in range(4):
+                ours(torch.randn(1, 3, 32, device=device, dtype=torch.bfloat16))
+            before = calls.made["mixture"]
+            for shape in ((1, 1), (2, 1), (1, 5), (3, 40)):
+                x = torch.randn(*shape, 32, device=device, dtype=torch.bfloat16)
+                assert error(ours(x), plain(x)) < bound(torch.bfloat16)
+            assert calls.made["mixture"] == before + 4
 
 
 def test_strides(fused_mlp, device, calls):

@@ -194,7 +194,7 @@ PyObject* block_of(PyObject* wholes, PyObject* module, PyObject* x, bool recordi
   if (segment == nullptr) return nullptr;
   PyObject* names = PyTuple_GetItem(segment, kNames);
   if (PyDict_Check(PyTuple_GetItem(names, 0))) {
-    return mixture(PyTuple_GetItem(names, 0), module, x, recording, &block);
+    return mixture(PyTuple_GetItem(names, 0), module, x, recording, Py_None, &block);
   }
   if (PyTuple_GetItem(names, 0) == Py_None) return block_in_turn(names, state, x, recording, block);
   const bool drops = PyTuple_GetItem(names, 3) != Py_False;
@@ -523,12 +523,12 @@ Answer py_hold(PyObject* given) {
 }
 
 PyObject* py_mixture(PyObject* given) {
-  PyObject* of[3];  // records, module, x
-  if (!unpack(given, "doo", of)) return nullptr;
+  PyObject* of[4];  // records, module, x, shared
+  if (!unpack(given, "dooo", of)) return nullptr;
   const PastModes modes;
   if (modes.said() != kYes) return nullptr;
   const Answer recording = is_recording();
-  return recording == kError ? nullptr : mixture(of[0], of[1], of[2], recording == kYes);
+  return recording == kError ? nullptr : mixture(of[0], of[1], of[2], recording == kYes, of[3]);
 }
 
 PyObject* py_split_mlp(PyObject* given) {

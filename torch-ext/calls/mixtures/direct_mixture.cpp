@@ -2,7 +2,7 @@
 
 #include <torch/csrc/stable/ops.h>
 
-#include <initializer_list>
+#include <tuple>
 
 #include "../../operands/operands.h"
 #include "../../torch_binding.h"
@@ -55,6 +55,16 @@ class Views {
   torch::stable::Device device_;
 };
 
+std::tuple<Tensor, Tensor, Tensor> routed(const PlainMixture& m, const Views& views, const Tensor& x) {
+#if defined(CUDA_KERNEL)
+  if (m.router_bias) {
+    return sigmoid_router(x, views.of(m.router), views.of(*m.router_bias), m.top_k, m.groups, m.top_groups,
+                          m.normalized, m.scaling);
+  }
+#endif
+  return top_k_router(x, views.of(m.router), m.top_k, m.normalized, m.narrow);
+}
+
 }  // namespace
 
 bool mixture_directly(const PlainMixture& m, void* out) {
@@ -65,7 +75,7 @@ bool mixture_directly(const PlainMixture& m, void* out) {
     if (!norm_directly({m.dtype, m.device, m.x, m.rows, m.width, m.first}, normed.mutable_data_ptr())) return false;
     x = normed;
   }
-  const auto [logits, weights, index] = top_k_router(x, views.of(m.router), m.top_k, m.normalized, m.narrow);
+  const auto [logits, weights, index] = routed(m, views, x);
   const OptionalTensor residual = m.residual.data == nullptr ? std::nullopt : OptionalTensor(views.rows(m.residual));
   experts_into(views.rows({out, m.width}), residual, x, index, weights, views.of(m.gate_up), views.of(m.down),
                views.of(m.gate_up_bias), views.of(m.down_bias), m.activation, m.gated, m.interleaved, m.transposed,

@@ -19,6 +19,10 @@ struct PlainMixture {
   std::optional<dlpack::Tensor> gate_up_bias, down_bias;
   int64_t top_k;
   bool normalized, narrow;  // as top_k_router has them
+  // As sigmoid_router has them, where there is a bias.
+  std::optional<dlpack::Tensor> router_bias;
+  int64_t groups, top_groups;
+  double scaling;
   int64_t activation;
   bool gated, interleaved, transposed;
   std::optional<double> limit;

@@ -14,12 +14,12 @@ namespace {
 
 // The fields of blocks.Record, routers.Router, cached.Entry and experts.Form.
 enum RecordField : Py_ssize_t { kBlock, kChildren, kRouter, kExperts };
-enum RouterField : Py_ssize_t { kRouterConditions, kTopK, kNormalized, kNarrow };
+enum RouterField : Py_ssize_t { kRouterConditions, kTopK, kNormalized, kNarrow, kGroups };
 enum EntryField : Py_ssize_t { kEntryConditions, kDtype, kCount, kWeights, kForm };
 enum FormField : Py_ssize_t { kActivation, kGated, kInterleaved, kTransposed, kLimit, kUpOffset };
 
 PyObject* child(PyObject* state, PyObject* name) {
-  PyObject* const modules = item(state, names().modules);
+  PyObject* const modules = name == Py_None ? nullptr : item(state, names().modules);
   return modules != nullptr && PyDict_Check(modules) ? item(modules, name) : nullptr;
 }
 
@@ -68,11 +68,32 @@ bool read_bias(PyObject* bias, const dlpack::Tensor& x, std::optional<dlpack::Te
   return bias == Py_None || read(bias, 2, x, &view->emplace());
 }
 
-enum Operand : Py_ssize_t { kX, kOfRouter, kGateUp, kDown, kGateUpBias, kDownBias, kResidual, kNorm, kOperands = kNorm + 4 };
+enum Operand : Py_ssize_t {
+  kX,
+  kOfRouter,
+  kGateUp,
+  kDown,
+  kGateUpBias,
+  kDownBias,
+  kRouterBias,
+  kResidual,
+  kNorm,
+  kOperands = kNorm + 4
+};
+
+// Reads what a router of sigmoids has besides.
+bool read_groups(PyObject* bias, PyObject* router, const dlpack::Tensor& x, PlainMixture* m) {
+  PyObject* const groups = PyTuple_GetItem(router, kGroups);
+  dlpack::Tensor& view = m->router_bias.emplace();
+  m->groups = PyLong_AsSsize_t(PyTuple_GetItem(groups, 0));
+  m->top_groups = PyLong_AsSsize_t(PyTuple_GetItem(groups, 1));
+  m->scaling = PyFloat_AsDouble(PyTuple_GetItem(groups, 2));
+  return read_directly(bias, &view) && view.dims == 1 && view.device == x.device &&
+         (view.dtype == dlpack::kFloat32 || view.dtype == x.dtype);
+}
 
 // Reads the operands. False says that they do not fit; an error of Python's may then be set.
-bool read_mixture(PyObject* operands, PyObject* router, PyObject* form, const Block* block, PyObject* rounded,
-                  PlainMixture* m) {
+bool read_mixture(PyObject* operands, PyObject* router, PyObject* form, PyObject* rounded, PlainMixture* m) {
   const auto at = [&](Py_ssize_t place) { return PyTuple_GetItem(operands, place); };
   dlpack::Tensor x, residual;
   if (!read_directly(at(kX), &x) || x.dims != 3 || !read_dtype(x, &m->dtype)) return false;
@@ -99,14 +120,15 @@ bool read_mixture(PyObject* operands, PyObject* router, PyObject* form, const Bl
   // The experts are those that the router chooses from, and give back rows as wide as those of x.
   const int64_t out = m->down.sizes[m->transposed ? 2 : 1];
   if (m->router.sizes[0] != m->gate_up.sizes[0] || m->router.sizes[1] != m->width || out != m->width) return false;
+  if (PyTuple_GetItem(router, kGroups) != Py_None && !read_groups(at(kRouterBias), router, x, m)) return false;
   m->residual = kNoMatrix;
   m->first.kind = NormKind::kNone;
-  if (block == nullptr) return true;
+  if (at(kResidual) == Py_None) return true;
   if (!read(at(kResidual), 3, x, &residual)) return false;
   const Rows of_residual(residual.sizes, residual.strides, residual.dims);
   if (!of_residual.adjacent || of_residual.rows != m->rows || of_residual.cols != m->width) return false;
   m->residual = {residual.data, of_residual.row_stride};
-  if (block->first == Py_None) return true;
+  if (rounded == Py_None) return true;
   m->first.rounded = rounded == Py_True;
   return read_norm_directly(operands, kNorm, x, &m->first) && m->first.weight.stride == 0 && m->first.bias.stride == 0;
 }
@@ -119,7 +141,8 @@ bool is_plain(const Block& block) {
 
 }  // namespace
 
-PyObject* mixture(PyObject* records, PyObject* module, PyObject* x, bool recording, const Block* block) {
+PyObject* mixture(PyObject* records, PyObject* module, PyObject* x, bool recording, PyObject* shared,
+                  const Block* block) {
   PyObject* const dtype = dtype_taken(x);
   PyObject* const state = dtype == nullptr ? nullptr : state_of(module);
   if (state == nullptr || item(state, names().training) != Py_False || (block != nullptr && !is_plain(*block))) {
@@ -145,12 +168,19 @@ PyObject* mixture(PyObject* records, PyObject* module, PyObject* x, bool recordi
   for (Py_ssize_t i = 0; i < 4; ++i) {
     if (!put_parameter(of_experts, PyTuple_GetItem(weights, i), dtype, operands, kGateUp + i)) return nullptr;
   }
-  PyObject* rounded = Py_False;
-  if (put(operands, kResidual, block == nullptr ? Py_None : block->residual) != kYes) return nullptr;
-  if (block != nullptr && (!is_tensor(block->residual) ||
-                           has_attribute(block->residual, names().dtype, dtype) != kYes)) {
-    return nullptr;
-  }
+  PyObject* const buffers = item(of_router, names().buffers);
+  const bool has_bias = PyTuple_GetItem(found, kGroups) != Py_None;
+  PyObject* const bias = !has_bias ? Py_None : buffers == nullptr ? nullptr : item(buffers, names().router_bias);
+  if (bias == nullptr || (has_bias && class_of(bias) != settings.tensor)) return nullptr;
+  PyObject *const name_of_shared = PyTuple_GetItem(children, 2),
+                  *const added = block != nullptr ? block->residual : shared;
+  const bool waits = name_of_shared != Py_None && shared == Py_None;
+  if ((name_of_shared == Py_None) != (shared == Py_None) && !waits) return nullptr;
+  if (block != nullptr && name_of_shared != Py_None) return nullptr;
+  if (waits && child(state, name_of_shared) == nullptr) return nullptr;
+  PyObject* rounded = Py_None;
+  if (put(operands, kRouterBias, bias) != kYes || put(operands, kResidual, added) != kYes) return nullptr;
+  if (added != Py_None && (!is_tensor(added) || has_attribute(added, names().dtype, dtype) != kYes)) return nullptr;
   if (block != nullptr && block->first != Py_None) {
     const int64_t width = size_of_last(x);
     if (width < 0 || read_norm(block->first, width, dtype, recording, operands, kNorm) != kYes) return nullptr;
@@ -164,8 +194,11 @@ PyObject* mixture(PyObject* records, PyObject* module, PyObject* x, bool recordi
   if (recording && needs_gradient(operands) != kNo) return nullptr;
   PlainMixture m{};
   const bool fits = may_call_directly() &&
-                    read_mixture(operands, found, PyTuple_GetItem(entry, kForm), block, rounded, &m) &&
-                    !PyErr_Occurred();
+                    read_mixture(operands, found, PyTuple_GetItem(entry, kForm), rounded, &m) && !PyErr_Occurred();
+  if (fits && waits) {
+    Py_INCREF(name_of_shared);
+    return name_of_shared;
+  }
   return fits ? computed_directly(x, [&](void* out) { return mixture_directly(m, out); }) : nullptr;
 }
 

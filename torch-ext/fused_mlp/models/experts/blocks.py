@@ -1,7 +1,7 @@
 """The block of a mixture, its router and its experts, as one call of compiled code, in inference.
 
 A class's forward is read: it hands all tokens to a router and to experts, and gives back what these compute, in the
-shape of its input. Each of the three is fused by itself too. What this saves is the host's time between them: where all
+shape of its input, perhaps added to what a shared part computes. Each of them is fused by itself too. What this saves is the host's time between them: where all
 three are as they were read, none of their modules is called.
 """
 
@@ -29,6 +29,7 @@ from .routers import Router
 class _Children(NamedTuple):
     router: str
     experts: str
+    shared: Optional[str]  # a part that is called with the same input, and whose result is added
 
 
 class Record(NamedTuple):
@@ -54,9 +55,14 @@ _SHAPE = Node("shape", (_X,))
 def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
     """The method to put into a block of a mixture; none where it is no such, or not known."""
     method = getattr(class_of(module), "forward", None)
-    if _children_of(module) is None:
-        return {}
-    return {"forward": _fused_method(method)}
+    children = _children_of(module)
+    return {} if children is None else {"forward": _fused_method(method, children)}
+
+
+def is_whole(module: nn.Module) -> bool:
+    """True for a block that compiled code computes together with a norm in front and a sum behind it."""
+    children = _children_of(module)
+    return children is not None and children.shared is None
 
 
 def is_fused(function: Any) -> bool:
@@ -69,7 +75,7 @@ def refusal(module: nn.Module) -> Optional[str]:
     children = _children_of(module)
     if children is None:
         return "a patched class"
-    router, experts = (module._modules[name] for name in children)
+    router, experts = (module._modules[name] for name in children[:2])
     reason = routers.refusal(router) or mixtures.refusal(experts)
     if reason is None and native.chooses_experts(router.weight):
         return "experts for whose kernels a model of the GPU decides"
@@ -79,7 +85,7 @@ def refusal(module: nn.Module) -> Optional[str]:
 def _children_of(module: nn.Module) -> Optional[_Children]:
     method = getattr(class_of(module), "forward", None)
     is_plain = isinstance(method, FunctionType) and not hasattr(method, "__wrapped__")
-    if _plain is None or not is_plain or method.__code__.co_argcount != 2 or len(module._modules) != 2:
+    if _plain is None or not is_plain or method.__code__.co_argcount != 2 or len(module._modules) not in (2, 3):
         return None
     if not any(map(proofs.looks_like_experts, module._modules.values())):
         return None
@@ -104,24 +110,34 @@ def _of_part(part: Held, given: Tuple[Value, ...]) -> Value:
         return tuple(Node(name, (part.path[0], *given)) for name in ("logits", "shares", "index"))
     if len(part.path) == 1 and len(given) == 3 and mixtures.fused_methods(part.value):
         return Node("experts", (part.path[0], *given))
+    if len(part.path) == 1 and given == (_X,):
+        return Node("shared", (part.path[0],))
     raise NotProved("a block that calls another module")
 
 
 def _read(value: Value) -> Optional[_Children]:
-    """The children of a block that returns what its experts compute of all tokens, by the choices of its router."""
-    experts = value.args[0] if isinstance(value, Node) and value.op in ("reshape", "view") else None
+    """The children of a block that returns what its experts compute of all tokens, by the choices of its router, and
+    adds what a shared part computes."""
+    if not isinstance(value, Node):
+        return None
+    value, shared = value.args if value.op == "add" else (value, None)
+    is_added = shared is not None
+    if is_added and (not isinstance(value, Node) or not isinstance(shared, Node) or shared.op != "shared"):
+        return None
+    experts = value.args[0] if value.op in ("reshape", "view") else None
     if not isinstance(experts, Node) or experts.op != "experts" or not _is_shape(value.args[1]):
         return None
     name, rows, index, shares = experts.args
-    router = index.args[0] if isinstance(index, Node) and index.op == "index" else None
-    of_router = router, rows
-    if index != Node("index", of_router) or shares != Node("shares", of_router) or not _are_rows(rows):
+    router, given = index.args if isinstance(index, Node) and index.op == "index" else (None, None)
+    if shares != Node("shares", (router, given)) or given not in (rows, _X) or not _are_rows(rows):
         return None
-    return _Children(router, name)
+    return _Children(router, name, shared.args[0] if is_added else None)
 
 
 def _is_shape(shape: Any) -> bool:
     """True for the sizes of x, which has three dimensions: compiled code takes no other one."""
+    if shape == (_SHAPE,):
+        return True
     return len(shape) == 3 and all(size in (_size(place), _size(place - 3)) for place, size in enumerate(shape))
 
 
@@ -139,19 +155,25 @@ def _are_rows(rows: Value) -> bool:
 _methods: Dict[FunctionType, FunctionType] = {}
 
 
-def _fused_method(method: FunctionType) -> FunctionType:
+def _fused_method(method: FunctionType, children: _Children) -> FunctionType:
     made = _methods.get(method)
     if made is None:
         made = _methods[method] = switching.fused_forward(method, called)
         _made.add(made)
+    if children.shared is None:
         split_mlps.wholes[made] = split_mlps.Segment(method, (_records,), None, None)
     return made
 
 
 def called(module: nn.Module, x: Any) -> Optional[Tensor]:
     """The output of a block that is being called; None where its own code has to run."""
-    found = _plain.mixture(_records, module, x)
-    return found if found is not None or not _learns(module) else _plain.mixture(_records, module, x)
+    found = _plain.mixture(_records, module, x, None)
+    if found is None and _learns(module):
+        found = _plain.mixture(_records, module, x, None)
+    if type(found) is not str:
+        return found
+    # The shared part is called where nothing else is known to be in the way, and so once.
+    return _plain.mixture(_records, module, x, getattr(module, found)(x))
 
 
 def _learns(module: nn.Module) -> bool:
@@ -161,13 +183,13 @@ def _learns(module: nn.Module) -> bool:
     children = _children_of(module)
     if children is None or refusal(module) is not None:
         return False
-    router, experts = (module._modules[name] for name in children)
+    router, experts = (module._modules[name] for name in children[:2])
     entry, found = cached.entry_of(experts), routers.router_of(router)
     if entry is None or found is None or entry.form.transposed or router.weight.shape[0] != entry.experts:
         return False
     method = class_of(module).forward
     calls = [(type(part), "__call__", nn.Module.__call__) for part in (router, experts)]
-    conditions = conditions_of(module, _proof_of(module, method).dependencies, children, attributes=calls)
+    conditions = conditions_of(module, _proof_of(module, method).dependencies, filter(None, children), attributes=calls)
     if conditions is None:
         return False
     for part in (router, experts):

@@ -16,7 +16,7 @@ from ..methods import switching
 from ..parts import refusals
 from ..parts.guards import Guards, guards_of
 from ..proving.evaluation import Evaluation, inputs
-from ..proving.routers import Sigmoid, Softmax, form_of
+from ..proving.routers import BIAS, Sigmoid, Softmax, form_of
 from ..proving.values import Bound, Held, NotProved, Proof, Proofs, Value
 from ..reading.attributes import as_written, class_of, written
 from ..running import shortcut
@@ -111,6 +111,7 @@ class Router(NamedTuple):
     top_k: int
     normalized: bool
     narrow: bool
+    groups: Optional[Tuple[int, int, float]]  # of sigmoids: how many, how many are kept, and the scaling
 
 
 def router_of(module: nn.Module) -> Optional[Router]:
@@ -119,13 +120,15 @@ def router_of(module: nn.Module) -> Optional[Router]:
     if method is None or refusal(module) is not None:
         return None
     form, proof = _forms[method].router, _proof_of(module)
-    if type(form) is Sigmoid:
-        return None
     of_class = [(type(module), name, getattr(type(module), name)) for name in ("forward", "__call__")]
-    conditions = conditions_of(module, proof.dependencies, (form.width, form.top_k, "weight"), attributes=of_class)
+    state, names = module.__dict__, [name for name in form if type(name) is str]
+    conditions = conditions_of(module, proof.dependencies, (*names, "weight", BIAS), attributes=of_class)
     if conditions is None:
         return None
-    return Router(conditions, module.__dict__[form.top_k], form.normalized, form.narrow)
+    if type(form) is Softmax:
+        return Router(conditions, state[form.top_k], form.normalized, form.narrow, None)
+    groups = state[form.groups], state[form.top_groups], float(state[form.scaling])
+    return Router(conditions, state[form.top_k], form.normalized, False, groups)
 
 
 def refusal(module: nn.Module) -> Optional[str]:
@@ -161,8 +164,8 @@ def _operands(module: nn.Module, form: _Form) -> Union[str, _Operands]:
 
 def _of_sigmoids(module: nn.Module, form: Sigmoid, weight: Tensor, width: int, top_k: int) -> Union[str, _Operands]:
     state = module.__dict__
-    bias = state["_buffers"].get("e_score_correction_bias", state["_parameters"].get("e_score_correction_bias"))
-    if type(bias) not in (Tensor, nn.Parameter) or "e_score_correction_bias" in state:
+    bias = state["_buffers"].get(BIAS)
+    if type(bias) is not Tensor or BIAS in state:
         return f"a bias of type {type(bias).__name__}"
     experts, groups, top_groups, scaling = (state.get(name) for name in form[3:])
     if not all(type(number) is int for number in (experts, groups, top_groups)) or type(scaling) not in (int, float):

@@ -283,10 +283,10 @@ class Evaluation:
         if isinstance(node, (ast.Tuple, ast.List)):
             return tuple(self._value(part, frame) for part in node.elts)
         if isinstance(node, ast.Call):
-            if any(isinstance(part, ast.Starred) for part in node.args) or any(w.arg is None for w in node.keywords):
+            if any(word.arg is None for word in node.keywords):
                 raise _unknown(node)
             callee = self._value(node.func, frame)
-            args = tuple(self._value(part, frame) for part in node.args)
+            args = tuple(self._given(part, frame) for part in node.args)
             return self._called(
                 callee, args, {word.arg: self._value(word.value, frame) for word in node.keywords}, node
             )
@@ -314,6 +314,15 @@ class Evaluation:
         if isinstance(node, ast.Subscript):
             return self._item(self._value(node.value, frame), self._key(node.slice, frame), node)
         raise _unknown(node)
+
+    def _given(self, node: ast.expr, frame: _Frame) -> Value:
+        """An argument of a call. All sizes of a tensor, one by one, stand for its shape."""
+        if not isinstance(node, ast.Starred):
+            return self._value(node, frame)
+        value = self._value(node.value, frame)
+        if not isinstance(value, Node) or value.op != "shape":
+            raise _unknown(node)
+        return value
 
     def _name(self, node: ast.Name, frame: _Frame) -> Value:
         name, function = node.id, frame.function

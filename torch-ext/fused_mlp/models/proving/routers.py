@@ -8,7 +8,8 @@ import torch
 
 from .values import Node, Value
 
-_WEIGHT, _BIAS = Node("parameter", (("weight",),)), Node("parameter", (("e_score_correction_bias",),))
+BIAS = "e_score_correction_bias"  # the buffer that is added to sigmoids
+_WEIGHT, _BIAS = Node("parameter", (("weight",),)), Node("parameter", ((BIAS,),))
 
 
 class Softmax(NamedTuple):

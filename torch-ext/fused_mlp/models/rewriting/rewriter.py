@@ -241,7 +241,7 @@ def _role_of_layer(part: nn.Module) -> str:
     forward = forward_of(part)  # none of what TorchScript has compiled
     if not isinstance(forward, FunctionType):
         return Role.LAYER
-    if blocks.fused_methods(part):
+    if blocks.is_whole(part):
         return Role.WHOLE
     children = children_of(part).values()
     in_turn = any(type(child) is nn.ModuleList and _is_whole(children_of(child)) for child in children)
