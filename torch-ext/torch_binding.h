@@ -151,9 +151,9 @@ std::string plan_quantized_experts(const Tensor& x, int64_t top_k, int64_t exper
 std::tuple<Tensor, Tensor, Tensor> top_k_router(const Tensor& x, const Tensor& weight, int64_t top_k, bool normalized,
                                                 bool narrow);
 
-// On a GPU alone: the same by sigmoids of the logits in float32, whatever the dtype of x is. Those of the largest sigmoid
-// plus `bias` [experts] are chosen, within the `top_groups` of `groups` whose two largest add up to most. The weights,
-// in float32, are the sigmoids, divided by their sum plus 1e-20 where `normalized`, times `scaling`.
+// On a GPU alone: the same by sigmoids of the logits in float32, whatever the dtype of x is. Those of the largest
+// sigmoid plus `bias` [experts] are chosen, within the `top_groups` of `groups` whose two largest add up to most. The
+// weights, in float32, are the sigmoids, divided by their sum plus 1e-20 where `normalized`, times `scaling`.
 std::tuple<Tensor, Tensor, Tensor> sigmoid_router(const Tensor& x, const Tensor& weight, const Tensor& bias,
                                                   int64_t top_k, int64_t groups, int64_t top_groups, bool normalized,
                                                   double scaling);

@@ -22,11 +22,12 @@ Tensor dense(const Tensor& matrix) {
 }
 
 // Into a new tensor, where none is given.
-Tensor compute_experts(const OptionalTensor& into, const OptionalTensor& residual, const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights,
-                       const Tensor& gate_up_weight, const Tensor& down_weight, const OptionalTensor& gate_up_bias,
-                       const OptionalTensor& down_bias, const std::vector<OptionalTensor>& factors,
-                       const std::vector<double>& scalings, int64_t activation, bool gated, bool interleaved,
-                       bool transposed, std::optional<double> limit, double up_offset) {
+Tensor compute_experts(const OptionalTensor& into, const OptionalTensor& residual, const Tensor& x,
+                       const Tensor& top_k_index, const Tensor& top_k_weights, const Tensor& gate_up_weight,
+                       const Tensor& down_weight, const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
+                       const std::vector<OptionalTensor>& factors, const std::vector<double>& scalings,
+                       int64_t activation, bool gated, bool interleaved, bool transposed, std::optional<double> limit,
+                       double up_offset) {
   check_experts(x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias, activation, gated,
                 interleaved, transposed, limit, up_offset);
   const DType dtype = dtype_of(x, "x");
@@ -145,8 +146,8 @@ Tensor experts_mlp(const Tensor& x, const Tensor& top_k_index, const Tensor& top
                    const Tensor& gate_up_weight, const Tensor& down_weight, const OptionalTensor& gate_up_bias,
                    const OptionalTensor& down_bias, int64_t activation, bool gated, bool interleaved, bool transposed,
                    std::optional<double> limit, double up_offset) {
-  return compute_experts({}, {}, x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias, {}, {},
-                         activation, gated, interleaved, transposed, limit, up_offset);
+  return compute_experts({}, {}, x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias,
+                         {}, {}, activation, gated, interleaved, transposed, limit, up_offset);
 }
 
 void experts_into(const Tensor& out, const OptionalTensor& residual, const Tensor& x, const Tensor& top_k_index,
@@ -162,8 +163,8 @@ Tensor adapted_experts(const Tensor& x, const Tensor& top_k_index, const Tensor&
                        const OptionalTensor& down_bias, const std::vector<OptionalTensor>& factors,
                        const std::vector<double>& scalings, int64_t activation, bool gated, bool interleaved,
                        bool transposed, std::optional<double> limit, double up_offset) {
-  return compute_experts({}, {}, x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias, factors,
-                         scalings, activation, gated, interleaved, transposed, limit, up_offset);
+  return compute_experts({}, {}, x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias,
+                         factors, scalings, activation, gated, interleaved, transposed, limit, up_offset);
 }
 
 std::string plan_experts(const Tensor& x, const Tensor& gate_up_weight, const Tensor& down_weight, int64_t top_k,

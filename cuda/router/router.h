@@ -36,9 +36,9 @@ constexpr int64_t kMostStreamedTokens = 64;  // with more, a GEMM reads the weig
 
 constexpr int kMaxGroups = 32;
 
-// The experts that tokens choose by sigmoids of the logits [tokens, experts]: those of the largest sigmoid plus bias, of
-// equal ones the first, within the `top_groups` groups of experts whose two largest add up to most. Their weights are
-// the sigmoids, which with `normalized` add up to 1, times `scaling`.
+// The experts that tokens choose by sigmoids of the logits [tokens, experts]: those of the largest sigmoid plus bias,
+// of equal ones the first, within the `top_groups` groups of experts whose two largest add up to most. Their weights
+// are the sigmoids, which with `normalized` add up to 1, times `scaling`.
 struct SigmoidChoice {
   const float *logits, *bias;
   int64_t tokens;

@@ -240,7 +240,9 @@ def test_hooks_within_a_layer(fused_mlp, device, calls, part):
         before = calls.made["block_of"]
         assert before > 0
         for each, found in zip((model, fused), seen):
-            layer_of(each).get_submodule(part).register_forward_hook(lambda module, given, out, f=found: f.append(given))
+            layer_of(each).get_submodule(part).register_forward_hook(
+                lambda module, given, out, f=found: f.append(given)
+            )
         assert error(fused(ids)[0], model(ids)[0]) < bound(dtype)
     assert calls.made["block_of"] == before
     assert len(seen[1]) == len(seen[0]) == 1 and error(seen[1][0][0], seen[0][0][0]) < bound(dtype)

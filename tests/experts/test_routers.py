@@ -221,7 +221,14 @@ def test_another_form_is_not_taken(fused_mlp, source, tmp_path, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
     ("experts", "top_k", "groups", "top_groups", "width"),
-    [(16, 2, 4, 2, 32), (256, 8, 8, 4, 520), (160, 6, 1, 1, 64), (384, 8, 1, 1, 24), (64, 8, 32, 9, 100), (6, 6, 3, 3, 8)],
+    [
+        (16, 2, 4, 2, 32),
+        (256, 8, 8, 4, 520),
+        (160, 6, 1, 1, 64),
+        (384, 8, 1, 1, 24),
+        (64, 8, 32, 9, 100),
+        (6, 6, 3, 3, 8),
+    ],
 )
 def test_sigmoids(fused_mlp, device, monkeypatch, dtype, experts, top_k, groups, top_groups, width):
     """The weights and experts of the class's own forward, in float64."""

@@ -23,7 +23,8 @@ PyObject* child(PyObject* state, PyObject* name) {
   return modules != nullptr && PyDict_Check(modules) ? item(modules, name) : nullptr;
 }
 
-// The record of a block by what transformers is set to for its experts; nullptr, which is no error, where there is none.
+// The record of a block by what transformers is set to for its experts; nullptr, which is no error, where there is
+// none.
 PyObject* record_of(PyObject* records, PyObject* module, PyObject* state) {
   const Owned key(PyLong_FromSsize_t(reinterpret_cast<Py_ssize_t>(module)));
   PyObject* const ways = key ? item(records, key.get()) : nullptr;
@@ -154,8 +155,10 @@ PyObject* mixture(PyObject* records, PyObject* module, PyObject* x, bool recordi
   PyObject *const entry = PyTuple_GetItem(record, kExperts), *const weights = PyTuple_GetItem(entry, kWeights);
   PyObject *const router = child(state, PyTuple_GetItem(children, 0)), *const experts =
                                                                            child(state, PyTuple_GetItem(children, 1));
-  PyObject *const of_router = router == nullptr ? nullptr : state_of(router),
-                  *const of_experts = experts == nullptr ? nullptr : state_of(experts);
+  PyObject *const of_router = router == nullptr ? nullptr : state_of(router), *const of_experts =
+                                                                                  experts == nullptr
+                                                                                      ? nullptr
+                                                                                      : state_of(experts);
   if (of_router == nullptr || of_experts == nullptr || PyTuple_GetItem(entry, kDtype) != dtype) return nullptr;
   if (runs_as_recorded(router, of_router, PyTuple_GetItem(found, kRouterConditions), recording) != kYes ||
       runs_as_recorded(experts, of_experts, PyTuple_GetItem(entry, kEntryConditions), recording) != kYes) {
@@ -172,8 +175,8 @@ PyObject* mixture(PyObject* records, PyObject* module, PyObject* x, bool recordi
   const bool has_bias = PyTuple_GetItem(found, kGroups) != Py_None;
   PyObject* const bias = !has_bias ? Py_None : buffers == nullptr ? nullptr : item(buffers, names().router_bias);
   if (bias == nullptr || (has_bias && class_of(bias) != settings.tensor)) return nullptr;
-  PyObject *const name_of_shared = PyTuple_GetItem(children, 2),
-                  *const added = block != nullptr ? block->residual : shared;
+  PyObject *const name_of_shared = PyTuple_GetItem(children, 2), *const added =
+                                                                     block != nullptr ? block->residual : shared;
   const bool waits = name_of_shared != Py_None && shared == Py_None;
   if ((name_of_shared == Py_None) != (shared == Py_None) && !waits) return nullptr;
   if (block != nullptr && name_of_shared != Py_None) return nullptr;
@@ -193,8 +196,8 @@ PyObject* mixture(PyObject* records, PyObject* module, PyObject* x, bool recordi
   if (is_undisturbed() != kYes || is_autocasting() != kNo) return nullptr;
   if (recording && needs_gradient(operands) != kNo) return nullptr;
   PlainMixture m{};
-  const bool fits = may_call_directly() &&
-                    read_mixture(operands, found, PyTuple_GetItem(entry, kForm), rounded, &m) && !PyErr_Occurred();
+  const bool fits = may_call_directly() && read_mixture(operands, found, PyTuple_GetItem(entry, kForm), rounded, &m) &&
+                    !PyErr_Occurred();
   if (fits && waits) {
     Py_INCREF(name_of_shared);
     return name_of_shared;

@@ -1,8 +1,8 @@
 """The block of a mixture, its router and its experts, as one call of compiled code, in inference.
 
 A class's forward is read: it hands all tokens to a router and to experts, and gives back what these compute, in the
-shape of its input, perhaps added to what a shared part computes. Each of them is fused by itself too. What this saves is the host's time between them: where all
-three are as they were read, none of their modules is called.
+shape of its input, perhaps added to what a shared part computes. Each of them is fused by itself too. What this saves
+is the host's time between them: where all are as they were read, neither router nor experts are called as modules.
 """
 
 from __future__ import annotations

@@ -209,7 +209,11 @@ def _routed(module: nn.Module, form: _Form, x: Any) -> Optional[Tuple[Tensor, Te
     if disturbed or type(found) is str:
         return None
     weight, width, others = found
-    if x.dtype is not weight.dtype or x.device != weight.device or calls.autograd_follows(x, weight, *(part for part in others if isinstance(part, Tensor))):
+    if (
+        x.dtype is not weight.dtype
+        or x.device != weight.device
+        or calls.autograd_follows(x, weight, *(part for part in others if isinstance(part, Tensor)))
+    ):
         return None
     rows = x if x.dim() == 2 and x.shape[1] == width else x.reshape(-1, width)
     op = native.sigmoid_router if type(form.router) is Sigmoid else native.top_k_router

@@ -93,7 +93,14 @@ def _is_of(value: Any, op: str, sizes: int) -> bool:
 
 
 def _sigmoid_of(
-    logits: Node, normalized: bool, width: Node, top_k: Node, experts: Node, groups: Node, top_groups: Node, scaling: Node
+    logits: Node,
+    normalized: bool,
+    width: Node,
+    top_k: Node,
+    experts: Node,
+    groups: Node,
+    top_groups: Node,
+    scaling: Node,
 ) -> Tuple[Node, ...]:
     scores = Node("sigmoid", (logits,))
     biased = Node("add", (scores, _BIAS))
