@@ -11,6 +11,7 @@ import weakref
 from types import FunctionType
 from typing import Any, Dict, NamedTuple, Optional, Set, Tuple
 
+import torch
 from torch import Tensor, nn
 
 from ...backends import native
@@ -87,7 +88,10 @@ def _children_of(module: nn.Module) -> Optional[_Children]:
     is_plain = isinstance(method, FunctionType) and not hasattr(method, "__wrapped__")
     if _plain is None or not is_plain or method.__code__.co_argcount != 2 or len(module._modules) not in (2, 3):
         return None
-    if not any(map(proofs.looks_like_experts, module._modules.values())):
+    parts = module._modules.values()
+    if any(part is None or issubclass(type(part), torch.jit.ScriptModule) for part in parts):
+        return None
+    if not any(map(proofs.looks_like_experts, parts)):
         return None
     return _proof_of(module, method).found
 

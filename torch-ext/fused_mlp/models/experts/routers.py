@@ -193,6 +193,8 @@ def _routed(module: nn.Module, form: _Form, x: Any) -> Optional[Tuple[Tensor, Te
     ):
         return None
     if _is_compiling():
+        if type(form.router) is Sigmoid:
+            return None
         # Dynamo cannot follow compiled code, and guards on what it reads here.
         flags = all(module.__dict__.get(name) is value for name, *values in form.guards.own for value in values)
         unpatched = F.softmax is _SOFTMAX and torch.topk is _TOPK
