@@ -64,6 +64,9 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def("plan_experts(Tensor x, Tensor gate_up_weight, Tensor down_weight, int top_k, bool transposed) -> str");
   ops.def("top_k_router(Tensor x, Tensor weight, int top_k, bool normalized, bool narrow) -> (Tensor, Tensor, Tensor)");
   ops.def(
+      "sigmoid_router(Tensor x, Tensor weight, Tensor bias, int top_k, int groups, int top_groups, bool normalized, "
+      "float scaling) -> (Tensor, Tensor, Tensor)");
+  ops.def(
       "experts_training_forward(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up_weight, "
       "Tensor down_weight, Tensor?[] factors, float[] scalings, int activation) -> Tensor[]");
   ops.def(
@@ -136,6 +139,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, FUSED_MLP_DISPATCH_KEY, o
   ops.impl("training_forward", TORCH_BOX(&fused_mlp::training_forward));
   ops.impl("plan_training", TORCH_BOX(&fused_mlp::plan_training));
 #if defined(CUDA_KERNEL)
+  ops.impl("sigmoid_router", TORCH_BOX(&fused_mlp::sigmoid_router));
   ops.impl("adapted_experts", TORCH_BOX(&fused_mlp::adapted_experts));
   ops.impl("quantized_experts", TORCH_BOX(&fused_mlp::quantized_experts));
   ops.impl("decoded_experts", TORCH_BOX(&fused_mlp::decoded_experts));

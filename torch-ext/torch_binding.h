@@ -104,6 +104,12 @@ Tensor experts_mlp(const Tensor& x, const Tensor& top_k_index, const Tensor& top
                    const OptionalTensor& down_bias, int64_t activation, bool gated, bool interleaved, bool transposed,
                    std::optional<double> limit, double up_offset);
 
+// The same into `out`, whose rows are adjacent, and to which rows of a residual are added.
+void experts_into(const Tensor& out, const OptionalTensor& residual, const Tensor& x, const Tensor& top_k_index,
+                  const Tensor& top_k_weights, const Tensor& gate_up_weight, const Tensor& down_weight,
+                  const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias, int64_t activation, bool gated,
+                  bool interleaved, bool transposed, std::optional<double> limit, double up_offset);
+
 // On Hopper GPUs, the same with adapters: the factors a [E, rank, in] and b [E, 2 * hidden, rank], or both none, of the
 // first layer, and those of the second, in the dtype of x or in float32, and the scalings of both. No weights are
 // transposed.
@@ -144,6 +150,13 @@ std::string plan_quantized_experts(const Tensor& x, int64_t top_k, int64_t exper
 // On a CPU, raises an error for x of 16 bits.
 std::tuple<Tensor, Tensor, Tensor> top_k_router(const Tensor& x, const Tensor& weight, int64_t top_k, bool normalized,
                                                 bool narrow);
+
+// On a GPU alone: the same by sigmoids of the logits in float32, whatever the dtype of x is. Those of the largest
+// sigmoid plus `bias` [experts] are chosen, within the `top_groups` of `groups` whose two largest add up to most. The
+// weights, in float32, are the sigmoids, divided by their sum plus 1e-20 where `normalized`, times `scaling`.
+std::tuple<Tensor, Tensor, Tensor> sigmoid_router(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                                                  int64_t top_k, int64_t groups, int64_t top_groups, bool normalized,
+                                                  double scaling);
 
 // On a GPU, experts_mlp as autograd follows it, of gated experts without biases, whose inputs and hidden features are
 // multiples of 64: returns the result, and what its backward needs: x sorted by expert, and the values of gates and ups

@@ -20,6 +20,7 @@
 #include "../amx/amx_gemm.h"
 #include "../isa/isa.h"
 #include "../pointwise/pointwise.h"
+#include "norms.h"
 
 namespace fused_mlp {
 namespace {
@@ -417,6 +418,23 @@ Tensor experts_mlp(const Tensor& x, const Tensor& top_k_index, const Tensor& top
            static_cast<uint16_t*>(out.mutable_data_ptr()));
   }
   return out;
+}
+
+void experts_into(const Tensor& out, const OptionalTensor& residual, const Tensor& x, const Tensor& top_k_index,
+                  const Tensor& top_k_weights, const Tensor& gate_up_weight, const Tensor& down_weight,
+                  const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias, int64_t activation, bool gated,
+                  bool interleaved, bool transposed, std::optional<double> limit, double up_offset) {
+  const Tensor made = experts_mlp(x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias,
+                                  activation, gated, interleaved, transposed, limit, up_offset);
+  const DType dtype = x.scalar_type() == ScalarType::Float ? DType::kFloat32 : DType::kBFloat16;
+  if (!residual) {
+    std::memcpy(out.mutable_data_ptr(), made.const_data_ptr(), made.numel() * element_bytes(dtype));
+    return;
+  }
+  const int64_t cols = made.size(1);
+  const Norm sum{NormKind::kNone, kNoFeatures, kNoFeatures, 0.0f, Residual::kAdded, 1.0f};
+  norm_rows({dtype, made.size(0), cols}, sum, {made.mutable_data_ptr(), cols},
+            {residual->mutable_data_ptr(), residual->stride(0)}, {out.mutable_data_ptr(), cols});
 }
 
 std::string plan_experts(const Tensor& x, const Tensor& gate_up_weight, const Tensor& down_weight, int64_t,

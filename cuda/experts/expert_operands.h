@@ -117,9 +117,10 @@ struct ExpertKernels {
   const Architecture* architecture;
   const GroupedKernels& kernels;
 
-  static ExpertKernels of(const Tensor& x) {
+  // Of those with a low-rank term the GPU's own.
+  static ExpertKernels of(const Tensor& x, const GroupedProblem& first, bool has_low_rank) {
     const Gpu& found = fused_mlp::gpu(x.get_device_index());
-    return of(found, architecture_of(found));
+    return of(found, has_low_rank ? architecture_of(found) : architecture_of_experts(found, first));
   }
   static ExpertKernels of_training(const Tensor& x) {
     const Gpu& found = fused_mlp::gpu(x.get_device_index());

@@ -16,21 +16,25 @@ using torch::stable::accelerator::DeviceGuard;
 
 namespace {
 
-Tensor compute_experts(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights,
-                       const Tensor& gate_up_weight, const Tensor& down_weight, const OptionalTensor& gate_up_bias,
-                       const OptionalTensor& down_bias, const std::vector<OptionalTensor>& factors,
-                       const std::vector<double>& scalings, int64_t activation, bool gated, bool interleaved,
-                       bool transposed, std::optional<double> limit, double up_offset) {
+// A matrix with adjacent elements. torch's dispatcher is asked only where it has to be copied.
+Tensor dense(const Tensor& matrix) {
+  return matrix.stride(1) == 1 && matrix.stride(0) == matrix.size(1) ? matrix : torch::stable::contiguous(matrix);
+}
+
+// Into a new tensor, where none is given.
+Tensor compute_experts(const OptionalTensor& into, const OptionalTensor& residual, const Tensor& x,
+                       const Tensor& top_k_index, const Tensor& top_k_weights, const Tensor& gate_up_weight,
+                       const Tensor& down_weight, const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
+                       const std::vector<OptionalTensor>& factors, const std::vector<double>& scalings,
+                       int64_t activation, bool gated, bool interleaved, bool transposed, std::optional<double> limit,
+                       double up_offset) {
   check_experts(x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias, activation, gated,
                 interleaved, transposed, limit, up_offset);
   const DType dtype = dtype_of(x, "x");
   STD_TORCH_CHECK(dtype != DType::kFloat32, "x must be bfloat16 or float16");
   check_size(top_k_index.numel(), gate_up_weight.size(0));
   const DeviceGuard device_guard(x.get_device_index());
-  const ExpertKernels chosen = ExpertKernels::of(x);
-  const Gpu& device = chosen.gpu;
-
-  const Tensor index = torch::stable::contiguous(top_k_index), weights = torch::stable::contiguous(top_k_weights);
+  const Tensor index = dense(top_k_index), weights = dense(top_k_weights);
   const Tensor gate_up = aligned(gate_up_weight) ? gate_up_weight : torch::stable::clone(gate_up_weight);
   const Tensor down = aligned(down_weight) ? down_weight : torch::stable::clone(down_weight);
   const Routes routes = routes_of(index, gate_up.size(0));
@@ -38,7 +42,10 @@ Tensor compute_experts(const Tensor& x, const Tensor& top_k_index, const Tensor&
       ExpertLayer{gate_up, gate_up_bias, gated ? 2 : 1, interleaved, transposed}.problem(routes, dtype, routes.top_k);
   GroupedProblem second = ExpertLayer{down, down_bias, 1, false, transposed}.problem(routes, dtype, 1);
 
-  const Tensor out = new_dense(x, {x.size(0), second.gemm.n});
+  const ExpertKernels chosen = ExpertKernels::of(x, first, !factors.empty());
+  const Gpu& device = chosen.gpu;
+
+  const Tensor out = into ? *into : new_dense(x, {x.size(0), second.gemm.n});
   if (out.numel() == 0) return out;
   const TensorRows rows = addressable_rows(x);
   first.gemm.epilogue.activation = activation;
@@ -53,10 +60,11 @@ Tensor compute_experts(const Tensor& x, const Tensor& top_k_index, const Tensor&
                   "there is no kernel for adapters of these experts");
   const bool gathers =
       plan.gathers && !adapters.any() && rows.rows * rows.row_stride / 8 <= std::numeric_limits<uint32_t>::max();
-  const Tensor sorted = new_dense(x, {sorts && !gathers ? slots : 0, rows.cols});
+  const Tensor sorted = sorts && !gathers ? new_dense(x, {slots, rows.cols}) : Tensor();
   const int64_t of_tile = (fitted ? sizeof(FittedTile) : sizeof(int)) / 2;  // in elements of 16 bits, as lists are
   const int64_t gathered = gathers ? slots : 0;
-  const Tensor lists = new_dense(x, {sorts ? plan.row_tiles * of_tile + 2 * (1 + routes.slots() + gathered) : 0});
+  const Tensor lists =
+      sorts ? new_dense(x, {plan.row_tiles * of_tile + 2 * (1 + routes.slots() + gathered)}) : Tensor();
   RowSort sort{routes, matrix(rows), rows.cols, fitted ? kFittedStep : plan.rows};
   sort.tile_rows = plan.rows;
   if (sorts) {
@@ -96,7 +104,8 @@ Tensor compute_experts(const Tensor& x, const Tensor& top_k_index, const Tensor&
                         weight_type(weights),
                         out.mutable_data_ptr(),
                         static_cast<int>(second.gemm.n),
-                        dtype};
+                        dtype,
+                        residual ? Matrix{residual->mutable_data_ptr(), residual->stride(0)} : kNoMatrix};
   const cudaStream_t stream = current_stream(x);
   // For few slots, the factors of their experts alone.
   const bool of_slots = !sorts && routes.slots() < routes.experts;
@@ -137,8 +146,16 @@ Tensor experts_mlp(const Tensor& x, const Tensor& top_k_index, const Tensor& top
                    const Tensor& gate_up_weight, const Tensor& down_weight, const OptionalTensor& gate_up_bias,
                    const OptionalTensor& down_bias, int64_t activation, bool gated, bool interleaved, bool transposed,
                    std::optional<double> limit, double up_offset) {
-  return compute_experts(x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias, {}, {},
-                         activation, gated, interleaved, transposed, limit, up_offset);
+  return compute_experts({}, {}, x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias,
+                         {}, {}, activation, gated, interleaved, transposed, limit, up_offset);
+}
+
+void experts_into(const Tensor& out, const OptionalTensor& residual, const Tensor& x, const Tensor& top_k_index,
+                  const Tensor& top_k_weights, const Tensor& gate_up_weight, const Tensor& down_weight,
+                  const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias, int64_t activation, bool gated,
+                  bool interleaved, bool transposed, std::optional<double> limit, double up_offset) {
+  compute_experts(out, residual, x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias,
+                  {}, {}, activation, gated, interleaved, transposed, limit, up_offset);
 }
 
 Tensor adapted_experts(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights,
@@ -146,16 +163,14 @@ Tensor adapted_experts(const Tensor& x, const Tensor& top_k_index, const Tensor&
                        const OptionalTensor& down_bias, const std::vector<OptionalTensor>& factors,
                        const std::vector<double>& scalings, int64_t activation, bool gated, bool interleaved,
                        bool transposed, std::optional<double> limit, double up_offset) {
-  return compute_experts(x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias, factors,
-                         scalings, activation, gated, interleaved, transposed, limit, up_offset);
+  return compute_experts({}, {}, x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias,
+                         factors, scalings, activation, gated, interleaved, transposed, limit, up_offset);
 }
 
 std::string plan_experts(const Tensor& x, const Tensor& gate_up_weight, const Tensor& down_weight, int64_t top_k,
                          bool transposed) {
   STD_TORCH_CHECK(x.dim() == 2 && top_k > 0 && x.size(0) > 0, "operands must be those of a call");
   check_size(x.size(0) * top_k, gate_up_weight.size(0));
-  const ExpertKernels chosen = ExpertKernels::of(x);
-  const Gpu& device = chosen.gpu;
   const Routes routes{nullptr, 8, static_cast<int>(x.size(0)), static_cast<int>(top_k),
                       static_cast<int>(gate_up_weight.size(0))};
   const int parts = gate_up_weight.size(transposed ? 2 : 1) == down_weight.size(transposed ? 1 : 2) ? 1 : 2;
@@ -163,7 +178,10 @@ std::string plan_experts(const Tensor& x, const Tensor& gate_up_weight, const Te
   const DType dtype = dtype_of(x, "x");
   const GroupedProblem first = ExpertLayer{gate_up_weight, {}, parts, false, transposed}.problem(routes, dtype, 1);
   const GroupedProblem second = ExpertLayer{down_weight, {}, 1, false, transposed}.problem(routes, dtype, 1);
-  const Refusal refusal = forces_experts() ? Refusal::kNone : chosen.kernels.decide(first, second, device);
+  const ExpertKernels chosen = ExpertKernels::of(x, first, false);
+  const Gpu& device = chosen.gpu;
+  const Architecture& own = *architecture_of(device);
+  const Refusal refusal = forces_experts() ? Refusal::kNone : own.grouped->decide(first, second, device);
   for (const GroupedProblem* problem : {&first, &second}) {
     if (refusal != Refusal::kNone) {
       record.layer().set("implementation", "torch").set("refusal", code(refusal));
@@ -175,7 +193,7 @@ std::string plan_experts(const Tensor& x, const Tensor& gate_up_weight, const Te
         .set("kernel", plan.loop == MainLoop::kTiled ? "grouped_tiled" : "grouped")
         .set("block_m", plan.rows);
     record.set("split_k", plan.split_k);
-    if (guesses(*chosen.architecture, device)) record.set("basis", "model");
+    if (guesses(own, device)) record.set("basis", "model");
   }
   return record.text();
 }

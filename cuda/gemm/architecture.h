@@ -49,6 +49,9 @@ extern const Architecture kArchitecture;
 // The architecture that is a GPU's own, or null.
 const Architecture* architecture_of(const Gpu& gpu);
 
+// The one whose kernels compute the experts of a call in inference: a GPU's own, or one beside it; or null.
+const Architecture* architecture_of_experts(const Gpu& gpu, const GroupedProblem& first);
+
 // The first that runs on a GPU and trains experts, or null.
 const Architecture* architecture_of_trained_experts(const Gpu& gpu);
 

@@ -21,6 +21,9 @@ struct GroupedKernels {
   GroupedPlan (*plan_training)(const Routes& routes);
   cudaError_t (*launch_training)(const GroupedProblem& problem, const GroupedPlan& plan, const Gpu& gpu,
                                  cudaStream_t stream);
+  // True if they take less time for both layers of a call than those of another architecture, which is the GPU's own.
+  // Null where they never do.
+  bool (*are_faster_beside)(const GroupedProblem& first, const Gpu& gpu) = nullptr;
   bool adds_low_rank = false;  // true if products add a low-rank term
 };
 

@@ -145,6 +145,7 @@ struct WeightedSum {
   void* out;
   int n;  // a multiple of 8
   DType dtype;
+  Matrix residual = kNoMatrix;  // is added, if there is one: rows of tokens
 };
 
 // The gradients [slots] of the weights of a WeightedSum, from what the product of gradients has written.

@@ -1,6 +1,7 @@
 #include <type_traits>
 
 #include "router.cuh"
+#include "sigmoid_router.cuh"
 
 namespace fused_mlp {
 namespace {
@@ -35,6 +36,23 @@ cudaError_t launch_choice(const Choice& p, cudaStream_t stream) {
       return launch_of<__nv_bfloat16>(p, stream);
   }
   return cudaErrorInvalidValue;
+}
+
+cudaError_t launch_logits(const RouterLogits& p, cudaStream_t stream) {
+  const dim3 ctas(static_cast<unsigned>((p.experts + kLogitsWarps - 1) / kLogitsWarps),
+                  static_cast<unsigned>((p.tokens + kLogitsTokens - 1) / kLogitsTokens));
+  auto* const kernel = p.dtype == DType::kFloat16 ? logits_kernel<__half> : logits_kernel<__nv_bfloat16>;
+  kernel<<<ctas, kLogitsWarps * 32, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_sigmoid_choice(const SigmoidChoice& p, cudaStream_t stream) {
+  constexpr int kTokens = kChoiceThreads / 32;
+  auto* const kernel = p.experts <= 128   ? sigmoid_choice_kernel<4>
+                       : p.experts <= 256 ? sigmoid_choice_kernel<8>
+                                          : sigmoid_choice_kernel<kMaxRoutedExperts / 32>;
+  kernel<<<static_cast<unsigned>((p.tokens + kTokens - 1) / kTokens), kChoiceThreads, 0, stream>>>(p);
+  return cudaGetLastError();
 }
 
 }  // namespace fused_mlp

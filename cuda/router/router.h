@@ -24,6 +24,34 @@ struct Choice {
   int64_t* index;
 };
 
+// The logits [tokens, experts], in float32, of operands of 16 bits whose rows begin at multiples of 16 bytes.
+struct RouterLogits {
+  Matrix x, weight;
+  int64_t tokens, k;  // k is a multiple of 8
+  int experts;
+  DType dtype;
+  float* logits;
+};
+constexpr int64_t kMostStreamedTokens = 64;  // with more, a GEMM reads the weight less often
+
+constexpr int kMaxGroups = 32;
+
+// The experts that tokens choose by sigmoids of the logits [tokens, experts]: those of the largest sigmoid plus bias,
+// of equal ones the first, within the `top_groups` groups of experts whose two largest add up to most. Their weights
+// are the sigmoids, which with `normalized` add up to 1, times `scaling`.
+struct SigmoidChoice {
+  const float *logits, *bias;
+  int64_t tokens;
+  int experts, chosen, groups, top_groups;
+  bool normalized;
+  float scaling;
+  float* weights;  // [tokens, chosen]
+  int64_t* index;
+};
+
+cudaError_t launch_logits(const RouterLogits& logits, cudaStream_t stream);
+cudaError_t launch_sigmoid_choice(const SigmoidChoice& choice, cudaStream_t stream);
+
 cudaError_t launch_choice(const Choice& choice, cudaStream_t stream);
 
 }  // namespace fused_mlp

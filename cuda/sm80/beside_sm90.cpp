@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "../gemm/choice/lines.h"
+#include "grouped/grouped_plan.h"
 #include "plan/plan.h"
 
 namespace fused_mlp::sm80 {
@@ -98,6 +99,11 @@ GemmPlan choose_beside_sm90(const GemmProblem& p, const Gpu& gpu) {
     if (plan.longest() < best.longest()) best = plan;
   }
   return best;
+}
+
+// Of one token, whose choices are the rows, clusters of sm_90a's kernels have more to prepare and to add up.
+bool experts_are_faster_beside_sm90(const GroupedProblem& first, const Gpu&) {
+  return first.routes.slots() <= kSearchedSlots && !first.transposed;
 }
 
 }  // namespace fused_mlp::sm80

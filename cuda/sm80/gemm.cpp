@@ -38,6 +38,7 @@ constinit const GroupedKernels kGroupedKernels = {
     .decide = decide_experts,
     .plan_training = nullptr,
     .launch_training = nullptr,
+    .are_faster_beside = experts_are_faster_beside_sm90,
 };
 
 constinit const Architecture kArchitecture = {

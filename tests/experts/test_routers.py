@@ -1,14 +1,20 @@
 """The routers of mixtures: the choice of experts and their weights, as transformers computes them."""
 
 import copy
+import importlib
+import inspect
 import sys
+import textwrap
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
+import machine
 import mixtures
+import reference
 
 MODELS = ["qwen3_moe", "qwen2_moe", "qwen3_vl_moe_text", "mixtral"]
 
@@ -163,3 +169,125 @@ def test_a_patched_softmax_is_compiled(fused_mlp, device, monkeypatch):
         assert_same(compiled(x), plain(x))
         monkeypatch.setattr(F, "softmax", lambda x, dtype=None, dim=-1: x.to(dtype).sigmoid())
         assert_same(compiled(x), plain(x))
+
+
+SIGMOIDS = ["deepseek_v3", "glm4_moe", "nemotron_h", "dots1", "exaone_moe"]
+
+
+@pytest.mark.parametrize("model_type", SIGMOIDS)
+def test_sigmoids_are_read(fused_mlp, model_type):
+    """The names of what the code of the class looks up, and not another form."""
+    model = mixtures.build(model_type)
+    router = next(module for module in model.modules() if type(module).__name__.endswith("TopkRouter"))
+    module = sys.modules[f"{fused_mlp.__name__}.models.experts.routers"]
+    found = module._forms[module._method_of(router)].router
+    names = ("hidden_dim", "top_k", router.norm_topk_prob, "num_experts", "num_group", "topk_group")
+    assert tuple(found) == (*names, "routed_scaling_factor")
+
+
+def other_forms():
+    """Forwards like DeepSeek's, but for one place each."""
+    source = textwrap.dedent(inspect.getsource(DeepseekV3TopkRouter.forward))
+    for old, new in (
+        (".sigmoid()", ".tanh()"),
+        ("scores + self", "scores - self"),
+        ("topk(2, dim=-1)", "topk(3, dim=-1)"),
+        ("group_mask.scatter_(1, group_idx, 1)", "group_mask.scatter_(1, group_idx, 0)"),
+        ("~score_mask.bool()", "score_mask.bool()"),
+        ('float("-inf")', "0.0"),
+        ("scores.gather", "scores_for_choice.gather"),
+        ("1e-20", "1e-6"),
+        ("* self.routed_scaling_factor", "+ self.routed_scaling_factor"),
+        ("zeros_like(group_scores)", "ones_like(group_scores)"),
+    ):
+        assert source.count(old) == 1, old
+        yield pytest.param(source.replace(old, new), id=new)
+
+
+@pytest.mark.parametrize("source", list(other_forms()))
+def test_another_form_is_not_taken(fused_mlp, source, tmp_path, monkeypatch):
+    (tmp_path / "another_router.py").write_text(f"import torch\nimport torch.nn.functional as F\n\n\n{source}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "another_router", raising=False)
+    another = importlib.import_module("another_router")
+    kind = type("Another", (DeepseekV3TopkRouter,), {"forward": another.forward})
+    config = mixtures.build("deepseek_v3").config
+    module = sys.modules[f"{fused_mlp.__name__}.models.experts.routers"]
+    assert module._method_of(kind(config)) is None
+    assert module._method_of(DeepseekV3TopkRouter(config)) is not None
+
+
+@pytest.mark.skipif(machine.device_type() != "cuda", reason="there are kernels on GPUs alone")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("experts", "top_k", "groups", "top_groups", "width"),
+    [
+        (16, 2, 4, 2, 32),
+        (256, 8, 8, 4, 520),
+        (160, 6, 1, 1, 64),
+        (384, 8, 1, 1, 24),
+        (64, 8, 32, 9, 100),
+        (6, 6, 3, 3, 8),
+    ],
+)
+def test_sigmoids(fused_mlp, device, monkeypatch, dtype, experts, top_k, groups, top_groups, width):
+    """The weights and experts of the class's own forward, in float64."""
+    config = mixtures.build("deepseek_v3").config
+    for name, value in (("num_local_experts", experts), ("num_experts_per_tok", top_k), ("hidden_size", width)):
+        setattr(config, name, value)
+    config.n_group, config.topk_group, config.routed_scaling_factor = groups, top_groups, 2.5
+    plain = DeepseekV3TopkRouter(config).to(device)
+    plain.weight.data.normal_(std=width**-0.5)
+    plain.e_score_correction_bias.normal_(std=0.1)
+    plain = plain.to(dtype)
+    fused, module = copy.deepcopy(plain), sys.modules[f"{fused_mlp.__name__}.models.experts.routers"]
+    fused_mlp.fuse_mlps(fused)
+    calls, op = [], module.native.sigmoid_router
+    monkeypatch.setattr(module.native, "sigmoid_router", lambda *given: calls.append(given) or op(*given))
+    for tokens in (1, 2, 7, 65, 300):
+        x = torch.randn(tokens, width, device=device, dtype=dtype)
+        with torch.no_grad(), reference.poisoned_memory(device):
+            (logits, weights, index), expected = fused(x), plain(x)
+        exact = x.double() @ plain.weight.double().t()
+        scores = exact.sigmoid()
+        torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-5)
+        assert logits.dtype == weights.dtype == torch.float32 and index.dtype == torch.int64
+        shares = scores.gather(1, index)
+        shares = shares / shares.sum(-1, keepdim=True) * 2.5
+        torch.testing.assert_close(weights.double(), shares, rtol=1e-5, atol=1e-6)
+        # Where two scores are within rounding of each other, either is right.
+        differ = (index.sort(-1).values != expected[2].sort(-1).values).any(-1)
+        assert differ.sum() <= tokens // 50
+    assert len(calls) == 5
+
+
+@pytest.mark.skipif(machine.device_type() != "cuda", reason="there are kernels on GPUs alone")
+def test_sigmoids_that_are_equal(fused_mlp, device):
+    """The first of equal experts and groups, as torch.topk takes them; NaN before numbers."""
+    op = sys.modules[f"{fused_mlp.__name__}.backends.native"].sigmoid_router
+    x, weight = torch.randn(5, 64, device=device), torch.zeros(16, 64, device=device)
+    bias = torch.zeros(16, device=device)
+    _, weights, index = op(x, weight, bias, 4, 4, 2, True, 1.0)
+    assert torch.equal(index.sort(-1).values, torch.arange(4, device=device).expand(5, 4))
+    torch.testing.assert_close(weights, torch.full((5, 4), 0.25, device=device))
+    bias[9:11] = 1.0
+    _, _, index = op(x, weight, bias, 3, 4, 1, True, 1.0)
+    assert torch.equal(index, torch.tensor([[9, 10, 8]], device=device).expand(5, 3))
+    x[2] = float("nan")
+    _, weights, index = op(x, weight, bias, 3, 4, 2, True, 1.0)
+    assert weights[2].isnan().all() and (index >= 0).all() and (index < 16).all()
+
+
+@pytest.mark.skipif(machine.device_type() != "cuda", reason="there are kernels on GPUs alone")
+def test_what_the_op_of_sigmoids_does_not_take(fused_mlp, device):
+    op = sys.modules[f"{fused_mlp.__name__}.backends.native"].sigmoid_router
+    x, weight, bias = (torch.randn(*size, device=device) for size in ((5, 64), (16, 64), (16,)))
+    for given, words in (
+        ((x, weight, bias[:8], 2, 4, 2), "bias must be"),
+        ((x, weight, bias, 17, 4, 2), "top_k must be"),
+        ((x, weight, bias, 2, 3, 2), "groups must be"),
+        ((x, weight, bias, 2, 16, 2), "groups must be"),
+        ((x, weight, bias, 2, 4, 5), "top_groups must be"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            op(*given, True, 1.0)

@@ -325,6 +325,23 @@ def routers(op) -> int:
     return 2 * len(cases)
 
 
+def sigmoid_routers(op) -> int:
+    """Calls of the router by sigmoids, with a product of its own or cuBLAS's behind casts; how many."""
+    cases = list(
+        itertools.product(
+            (1, 5, 130),
+            ((6, 6, 3, 3), (64, 8, 32, 9), (256, 8, 8, 4), (510, 32, 1, 1)),
+            (torch.float32, torch.bfloat16),
+        )
+    )
+    for rows, (experts, *numbers), dtype in cases:
+        print(f"sigmoid_router: {rows} rows, {numbers} of {experts} experts, {dtype}", flush=True)
+        x, weight = (torch.randn(size, 264, device="cuda").to(dtype) for size in (rows, experts))
+        op(x, weight, torch.randn(experts, device="cuda"), *numbers, True, 2.5)
+        torch.cuda.synchronize()
+    return len(cases)
+
+
 def blocks(op, fused_mlp, by_cublas: bool) -> int:
     """Calls of the block's op: a warp and a block of threads for a row, vectors and elements, more than registers hold;
     those alone whose product is not cuBLAS's, unless `by_cublas`; how many. All rows share a norm's weight, or each has
@@ -491,7 +508,7 @@ def run(tool: str) -> None:
         calls += biases(native)
         calls += blocks(native.residual_mlp, fused_mlp, by_cublas=tool != "racecheck")
         if tool != "racecheck":
-            calls += routers(native.top_k_router)
+            calls += routers(native.top_k_router) + sigmoid_routers(native.sigmoid_router)
         for architecture, kernel, kind in training_kernels():
             with gemm_kernels.forced(fused_mlp, architecture, kernel):
                 for what, call in training(fused_mlp, by_cublas=tool != "racecheck"):

@@ -6,6 +6,8 @@
 #include "../global_state/modes.h"
 #include "../global_state/settings.h"
 #include "direct/call.h"
+#include "mixtures/conditions.h"
+#include "mixtures/plain_mixture.h"
 #include "plain_mlp.h"
 #include "saving.h"
 
@@ -205,6 +207,9 @@ PyObject* block_of(PyObject* wholes, PyObject* module, PyObject* x, bool recordi
   PyObject* segment = state == nullptr ? nullptr : running(module, state, wholes, recording);
   if (segment == nullptr) return nullptr;
   PyObject* names = PyTuple_GetItem(segment, kNames);
+  if (PyDict_Check(PyTuple_GetItem(names, 0))) {
+    return mixture(PyTuple_GetItem(names, 0), module, x, recording, Py_None, &block);
+  }
   if (PyTuple_GetItem(names, 0) == Py_None) return block_in_turn(names, state, x, recording, block);
   const bool drops = PyTuple_GetItem(names, 3) != Py_False;
   if (drops && item(state, fused_mlp::names().training) != Py_False) return nullptr;
@@ -559,6 +564,22 @@ PyObject* py_in_turn(PyObject* given) {
   return in_turn(of[0], of[2], of[3], of[4], of[1], asked == kYes, use);
 }
 
+Answer py_hold(PyObject* given) {
+  PyObject* of[2];  // conditions, module
+  if (!unpack(given, "to", of)) return kError;
+  const Answer said = conditions_hold(of[0], of[1]);
+  return said == kError && is_answer() ? kNo : said;  // an attribute is gone
+}
+
+PyObject* py_mixture(PyObject* given) {
+  PyObject* of[4];  // records, module, x, shared
+  if (!unpack(given, "dooo", of)) return nullptr;
+  const PastModes modes;
+  if (modes.said() != kYes) return nullptr;
+  const Answer recording = is_recording();
+  return recording == kError ? nullptr : mixture(of[0], of[1], of[2], recording == kYes, of[3]);
+}
+
 PyObject* py_split_mlp(PyObject* given) {
   PyObject* of[6];
   if (!unpack(given, "ddotot", of)) return nullptr;
@@ -583,6 +604,8 @@ PyMethodDef plain_module_methods[] = {
     {"block", answered<py_block>, METH_VARARGS, nullptr},
     {"block_of", answered<py_block_of>, METH_VARARGS, nullptr},
     {"in_turn", answered<py_in_turn>, METH_VARARGS, nullptr},
+    {"hold", boolean<py_hold>, METH_VARARGS, nullptr},
+    {"mixture", answered<py_mixture>, METH_VARARGS, nullptr},
     {"split_mlp", answered<py_split_mlp>, METH_VARARGS, nullptr},
     {"save", py_save, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},

@@ -47,6 +47,12 @@ namespace fused_mlp {
 //   block_of(wholes, plan, module, x, residual, factor, modulation, operands) -> Tensor | tuple | None
 //     The same of a child that is an MLP and no more. The dictionary holds segments as `split_mlp` has them, with the
 //     parts of the MLP (models/running/split_mlps.py).
+//   hold(conditions, module) -> bool
+//     Whether the conditions of a module (models/experts/conditions.py) hold.
+//   mixture(records, module, x, shared) -> Tensor | str | None
+//     The result of the block of a mixture, of its router and its experts, past torch's dispatcher. Where a shared part
+//     has to be called first, whose result is given then, its name. None where the block has no record that holds
+//     (models/experts/blocks.py), or operands do not fit.
 //   split_mlp(firsts, seconds, owner, names, x, rest) -> Tensor | (Tensor, second segment, second module) | block's |
 //     None
 //     The same for an MLP that is split over two children of a module, `names` being those of the second and the first,

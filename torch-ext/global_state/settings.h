@@ -127,6 +127,11 @@ struct Names {
   PyObject* gated = PyUnicode_InternFromString("gated");
   PyObject* up_first = PyUnicode_InternFromString("up_first");
   PyObject* order = PyUnicode_InternFromString("__mro__");
+  PyObject* buffers = PyUnicode_InternFromString("_buffers");
+  PyObject* router_bias = PyUnicode_InternFromString("e_score_correction_bias");
+  PyObject* config = PyUnicode_InternFromString("config");
+  PyObject* experts_way =
+      PyUnicode_InternFromString("_experts_implementation_internal");  // (models/experts/interface.py)
   // Attributes of PEFT's layers.
   PyObject* disabled = PyUnicode_InternFromString("_disable_adapters");
   PyObject* merged = PyUnicode_InternFromString("merged_adapters");

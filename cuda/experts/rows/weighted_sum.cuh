@@ -71,6 +71,15 @@ __global__ void __launch_bounds__(kSumThreads, kSumCtas) weighted_sum_kernel(con
     }
   }
   if (column >= sum.n) return;
+  if (sum.residual.data != nullptr) {
+    const auto* from = static_cast<const Element*>(sum.residual.data) + token * sum.residual.row_stride + column;
+    using Pair = typename ElementTraits<Element>::Pair;
+#pragma unroll
+    for (int i = 0; i < kSumColumns; i += 2) {
+      const Pair values{from[i], from[i + 1]};
+      total[i] += to_float2(values).x, total[i + 1] += to_float2(values).y;
+    }
+  }
   *reinterpret_cast<uint4*>(static_cast<Element*>(sum.out) + token * int64_t{sum.n} + column) =
       make_uint4(round_pair<Element>(total[0], total[1]), round_pair<Element>(total[2], total[3]),
                  round_pair<Element>(total[4], total[5]), round_pair<Element>(total[6], total[7]));

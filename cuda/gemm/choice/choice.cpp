@@ -256,6 +256,17 @@ const Architecture* architecture_of(const Gpu& gpu) {
   return found == std::end(kArchitectures) ? nullptr : found->architecture;
 }
 
+const Architecture* architecture_of_experts(const Gpu& gpu, const GroupedProblem& first) {
+  const Architecture* const own = architecture_of(gpu);
+  if (own == nullptr || forced_architecture != nullptr) return own;
+  for (const auto& row : kArchitectures) {
+    const GroupedKernels* const kernels = row.architecture->grouped;
+    const bool may_be = row.architecture != own && kernels != nullptr && kernels->are_faster_beside != nullptr;
+    if (may_be && row.architecture->runs_on(gpu) && kernels->are_faster_beside(first, gpu)) return row.architecture;
+  }
+  return own;
+}
+
 const Architecture* architecture_of_trained_experts(const Gpu& gpu) {
   const auto found = std::find_if(std::begin(kArchitectures), std::end(kArchitectures), [&](const auto& row) {
     const GroupedKernels* kernels = row.architecture->grouped;

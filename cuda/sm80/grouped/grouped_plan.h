@@ -17,4 +17,7 @@ double torch_experts_microseconds(const GroupedProblem& first, const GroupedProb
 // kNone where ours are estimated to be the faster way, with a margin.
 Refusal decide_experts(const GroupedProblem& first, const GroupedProblem& second, const Gpu& gpu);
 
+// True if they take less time than those of sm_90a on a GPU of that (beside_sm90.cpp).
+bool experts_are_faster_beside_sm90(const GroupedProblem& first, const Gpu& gpu);
+
 }  // namespace fused_mlp::sm80

@@ -11,6 +11,15 @@
 #include "plain.h"
 
 namespace fused_mlp {
+
+bool is_contiguous(const dlpack::Tensor& tensor) {
+  int64_t stride = 1;
+  for (int d = tensor.dims; d-- > 0; stride *= tensor.sizes[d]) {
+    if (tensor.strides[d] != stride) return false;
+  }
+  return true;
+}
+
 namespace {
 
 const dlpack::ExchangeApi* exchange = nullptr;
@@ -29,14 +38,6 @@ std::optional<DType> dtype_of(const dlpack::DataType& type) {
   if (type == dlpack::kFloat16) return DType::kFloat16;
   if (type == dlpack::kFloat32) return DType::kFloat32;
   return std::nullopt;
-}
-
-bool is_contiguous(const dlpack::Tensor& tensor) {
-  int64_t stride = 1;
-  for (int d = tensor.dims; d-- > 0; stride *= tensor.sizes[d]) {
-    if (tensor.strides[d] != stride) return false;
-  }
-  return true;
 }
 
 bool is_dense(const dlpack::Tensor& vector) { return vector.sizes[0] == 1 || vector.strides[0] == 1; }
@@ -70,6 +71,12 @@ class Reader {
     return plain->norm.weight.stride == 0 && plain->norm.bias.stride == 0;
   }
 
+  // Reads a norm of rows like those of a tensor from a place on.
+  bool read_norm_of(const dlpack::Tensor& x, Py_ssize_t place, Norm* norm) {
+    x_ = x;
+    return read_norm(place, x, norm);
+  }
+
   bool read_others(PlainMlp* mlp) const { return read_layers(mlp) && (!form_.block || read_block(mlp)); }
 
   // Makes the tensor of the result, whose sizes are those of x but for the last.
@@ -95,11 +102,11 @@ class Reader {
   // Reads a tensor that is not empty; where it is not x, one with so many dimensions that has the device and the dtype
   // of x. Features may have any, and be of float32.
   bool read_tensor(PyObject* tensor, int dims, dlpack::Tensor* view) const {
-    if (exchange->read(tensor, view) != 0) return false;
+    if (!read_directly(tensor, view)) return false;
     const bool wide = dims == kFeatures && view->dtype == dlpack::kFloat32;
     const bool fits = (dims == kFeatures || view->dims == dims) && (wide || view->dtype == x_.dtype);
     const bool alike = dims == kX || (fits && view->device == x_.device);
-    return alike && view->data != nullptr && view->byte_offset == 0 && !true_or_raises(is_negated, tensor);
+    return alike;
   }
 
   // Reads a weight that has so many inputs.
@@ -233,6 +240,39 @@ bool configure_direct_calls(PyObject* exchange_api, PyObject* is_neg, PyObject* 
   is_profiled = profiled;
   exchange = api;
   return true;
+}
+
+bool may_call_directly() { return exchange != nullptr && !true_or_raises(is_profiled); }
+
+bool read_directly(PyObject* tensor, dlpack::Tensor* view) {
+  return exchange->read(tensor, view) == 0 && view->data != nullptr && view->byte_offset == 0 &&
+         !true_or_raises(is_negated, tensor);
+}
+
+bool read_dtype(const dlpack::Tensor& tensor, DType* dtype) {
+  const auto found = dtype_of(tensor.dtype);
+  if (found) *dtype = *found;
+  return found.has_value();
+}
+
+bool read_norm_directly(PyObject* operands, Py_ssize_t place, const dlpack::Tensor& x, Norm* norm) {
+  constexpr DirectForm kForm{};
+  const bool rounded = norm->rounded;
+  const bool read = Reader(kForm, operands).read_norm_of(x, place, norm);
+  norm->rounded = rounded;
+  return read && !PyErr_Occurred();
+}
+
+PyObject* computed_directly(PyObject* x, const std::function<bool(void*)>& compute) {
+  Owned out(PyObject_CallFunctionObjArgs(empty_like, x, nullptr));
+  dlpack::Tensor view;
+  if (!out || exchange->read(out.get(), &view) != 0) return nullptr;
+  bool computed = false;
+  const bool succeeded = succeeds([&] {
+    const Unlocked unlocked;
+    computed = compute(view.data);
+  });
+  return succeeded && computed ? out.release() : nullptr;
 }
 
 PyObject* norm_or_operands(PyObject* operands, bool followed) {

@@ -1,5 +1,10 @@
 #pragma once
 
+#include <functional>
+
+#include "../operands/dlpack.h"
+#include "../operands/matrix.h"
+#include "../ops/norm.h"
 #include "registration.h"  // and with it Python.h
 
 namespace fused_mlp {
@@ -28,5 +33,23 @@ PyObject* call_directly(const DirectForm& form, PyObject* operands);
 // rounded before the weight. Where autograd follows, or torch's dispatcher has more to do, the operands again; nullptr
 // without an error where these do not fit.
 PyObject* norm_or_operands(PyObject* operands, bool followed);
+
+// For other direct calls:
+
+// True if tensors can be read, and torch's dispatcher would do nothing beside calling our kernels.
+bool may_call_directly();
+
+// Reads a tensor of memory that is as it looks, and not empty. False says that it is none; an error of Python's may
+// then be set.
+bool read_directly(PyObject* tensor, dlpack::Tensor* view);
+bool read_dtype(const dlpack::Tensor& tensor, DType* dtype);
+bool is_contiguous(const dlpack::Tensor& tensor);
+
+// Reads the weight, the bias, eps and the code of a norm of rows like those of x from a place on in a tuple.
+bool read_norm_directly(PyObject* operands, Py_ssize_t place, const dlpack::Tensor& x, Norm* norm);
+
+// A new tensor like x, whose rows are adjacent, into which `compute` has written, without the interpreter's lock;
+// nullptr without an error where it says that it has not.
+PyObject* computed_directly(PyObject* x, const std::function<bool(void*)>& compute);
 
 }  // namespace fused_mlp

@@ -76,6 +76,12 @@ def _router(x: Tensor, weight: Tensor, top_k: int, narrow: bool) -> Tuple[Tensor
     return x.new_empty((tokens, weight.shape[0])), weights, x.new_empty((tokens, top_k), dtype=torch.int64)
 
 
+def _sigmoid_router(x: Tensor, weight: Tensor, top_k: int) -> Tuple[Tensor, Tensor, Tensor]:
+    tokens, wide = x.shape[0], torch.float32
+    weights, index = x.new_empty((tokens, top_k), dtype=wide), x.new_empty((tokens, top_k), dtype=torch.int64)
+    return x.new_empty((tokens, weight.shape[0]), dtype=wide), weights, index
+
+
 def _training(
     x: Tensor,
     weight: Tensor,
@@ -151,6 +157,7 @@ _RESULTS = {  # and what checks the operands
     "norm_backward": (_norm_gradients, None),
     "experts_mlp": (of_experts, operands.check_experts_mlp),
     "top_k_router": (_router, None),
+    "sigmoid_router": (_sigmoid_router, None),
     "training_forward": (_training, None),
     "training_backward": (_gradients, None),
     "training_backward_": (_gradients, None),

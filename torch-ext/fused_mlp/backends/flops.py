@@ -106,6 +106,7 @@ _FORMULAS = {
     "experts_training_forward": _of_experts,
     "experts_training_backward": _of_experts_backward,
     "top_k_router": _of_one,
+    "sigmoid_router": _of_one,
     "quantized_linear": _of_quantized,
     "quantized_mlp": _of_quantized,
     "grouped_mm": _of_groups,

@@ -36,6 +36,7 @@ sum_norm_forward = ops.sum_norm_forward.default
 norm_backward = ops.norm_backward.default
 experts_mlp = ops.experts_mlp.default
 top_k_router = ops.top_k_router.default
+sigmoid_router = ops.sigmoid_router.default
 adapted_experts = ops.adapted_experts.default
 quantized_experts = ops.quantized_experts.default
 decoded_experts = ops.decoded_experts.default

@@ -19,7 +19,7 @@ from torch import nn
 
 from ..autograd import training
 from . import outcome, verification
-from .experts import mixtures, routers, wrappers
+from .experts import blocks, mixtures, routers, wrappers
 from .methods import switching
 from .outcome import Outcome, Reason
 from .parts import adapters
@@ -205,7 +205,7 @@ def _plan_of(
     if finder is not None:
         return {}, outcome.of_finder(module, finder)
     methods, unknown = mixtures.fused_methods(module) or routers.fused_methods(module), ()
-    methods = methods or wrappers.fused_methods(module)
+    methods = methods or wrappers.fused_methods(module) or blocks.fused_methods(module)
     methods = methods or adapted.fused_methods(module) or normed.fused_methods(module)
     if not methods:
         methods, unknown = rewriter.fused_methods(module, memory)
@@ -242,7 +242,7 @@ def _plan_of(
     return rewriter.lean_methods(module, methods), outcome.of_methods(module, methods.values())
 
 
-_UNCOMPARED = (routers.is_fused, adapted.is_fused, normed.is_fused, wrappers.is_fused)
+_UNCOMPARED = (routers.is_fused, blocks.is_fused, adapted.is_fused, normed.is_fused, wrappers.is_fused)
 
 
 def _is_read(module: nn.Module, name: str, own: Any, method: FunctionType) -> bool:

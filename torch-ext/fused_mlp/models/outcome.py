@@ -16,7 +16,7 @@ from ..adapters import DROPS, Layer
 from ..autograd import training
 from ..backends import reference
 from ..quantized import weights as quantized
-from .experts import mixtures, routers, wrappers
+from .experts import blocks, mixtures, routers, wrappers
 from .parts import adapters, norms, recognition, refusals
 from .reading.attributes import attribute_of, of_call
 from .reading.source import tree_of
@@ -124,6 +124,8 @@ def of_methods(module: nn.Module, methods: Iterable[FunctionType]) -> Optional[O
         return of_wrapper(module)
     if any(map(routers.is_fused, methods)):  # no MLP: where it runs as it is, there is nothing to say
         return None if routers.refusal(module) is not None else Outcome(FULL, (), _ROUTER)
+    if any(map(blocks.is_fused, methods)):  # likewise: its parts are reported
+        return None if blocks.refusal(module) is not None else Outcome(FULL, (), _MIXTURE)
     if any(map(adapted.is_fused, methods)):
         return of_adapted(module)
     if any(map(normed.is_fused, methods)):
@@ -183,6 +185,7 @@ def of_norm(module: nn.Module) -> Outcome:
 
 
 _EXPERTS, _UNTRAINED_EXPERTS, _ROUTER = "experts", "experts in inference", "router"
+_MIXTURE = "router and experts in inference"
 
 
 def is_mlp(pattern: str) -> bool:
@@ -209,10 +212,11 @@ def left(module: nn.Module, methods: Iterable[FunctionType], reason: Reason) -> 
         return Outcome(NONE, (reason,), _EXPERTS)
     if any(made(method) for made in _NO_MLPS for method in methods):
         return None
-    return Outcome(NONE, (reason,), _pattern(mlp for method in methods for mlp in rewriter.mlps_in(method, module)))
+    mlps = [mlp for method in methods for mlp in rewriter.mlps_in(method, module)]
+    return Outcome(NONE, (reason,), _pattern(mlps)) if mlps else None  # else they are modules of their own
 
 
-_NO_MLPS = (routers.is_fused, endings.is_fused, adapted.is_fused, normed.is_fused)
+_NO_MLPS = (routers.is_fused, blocks.is_fused, endings.is_fused, adapted.is_fused, normed.is_fused)
 
 
 def of_nothing_to_fuse(module: nn.Module, methods: Iterable[FunctionType]) -> Optional[Outcome]:

@@ -1,4 +1,4 @@
-"""The routers of mixtures: which experts a token goes to, and with which weights, in one op for six."""
+"""The routers of mixtures: which experts a token goes to, and with which weights, in one op for six, or for twenty."""
 
 from __future__ import annotations
 
@@ -16,28 +16,27 @@ from ..methods import switching
 from ..parts import refusals
 from ..parts.guards import Guards, guards_of
 from ..proving.evaluation import Evaluation, inputs
-from ..proving.values import Bound, Held, Node, NotProved, Proof, Proofs, Value
+from ..proving.routers import BIAS, Sigmoid, Softmax, form_of
+from ..proving.values import Bound, Held, NotProved, Proof, Proofs, Value
 from ..reading.attributes import as_written, class_of, written
 from ..running import shortcut
+from .conditions import Conditions, conditions_of
 
 _is_compiling = torch.compiler.is_compiling
 
 
 class _Form(NamedTuple):
-    """A router's computation: the names of the number of features and of chosen experts, and whether the weights of the
-    chosen add up to one, and are cast to the dtype of the logits."""
+    """A router's computation, and what guards that."""
 
-    width: str
-    top_k: str
-    normalized: bool
-    narrow: bool
+    router: Union[Softmax, Sigmoid]
     guards: Guards
 
 
 def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
     """The method to put into a router; none where it is no such, or not known."""
     method = _method_of(module)
-    return {} if method is None else {"forward": method}
+    is_left = method is not None and type(_forms[method].router) is Sigmoid and native.DEVICE_TYPE == "cpu"
+    return {} if method is None or is_left else {"forward": method}
 
 
 def is_fused(function: Any) -> bool:
@@ -49,7 +48,6 @@ _forms: Dict[FunctionType, _Form] = {}  # by the fused methods that were made
 _proofs = Proofs()
 _SOFTMAX, _TOPK = refusals.unpatched(F, "softmax", F), refusals.unpatched(torch, "topk", torch)
 (_X,) = inputs("x")
-_WEIGHT = Node("parameter", (("weight",),))
 
 
 def _method_of(module: nn.Module) -> Optional[FunctionType]:
@@ -59,51 +57,28 @@ def _method_of(module: nn.Module) -> Optional[FunctionType]:
         return None
     if "weight" not in module._parameters or module._modules:
         return None
-    return _proofs.get(method, module, lambda: _proved(module, method)).found
+    return _proof_of(module).found
+
+
+def _proof_of(module: nn.Module) -> Proof:
+    method = class_of(module).forward
+    return _proofs.get(method, module, lambda: _proved(module, method))
 
 
 def _proved(module: nn.Module, method: FunctionType) -> Proof:
-    evaluation = Evaluation(module, _refuse, symbols=(int,))
+    evaluation = Evaluation(module, _refuse, symbols=(int, float))
     try:
         value = evaluation.returned(Bound(method, evaluation.root), (_X,))
-        found = _read(value)
+        found = form_of(value, _X)
     except NotProved:
         found = None
     guards = guards_of(evaluation.dependencies)
     known = found is not None and guards is not None
-    return Proof(_fused_method(method, _Form(*found, guards)) if known else None, evaluation.dependencies)
+    return Proof(_fused_method(method, _Form(found, guards)) if known else None, evaluation.dependencies)
 
 
 def _refuse(part: Held, given: Tuple[Value, ...]) -> None:
     raise NotProved("a router that calls another module")
-
-
-def _read(value: Value) -> Optional[Tuple[str, str, bool, bool]]:
-    """The names and flags of a :class:`_Form`, of what a router returns: logits, weights and experts."""
-    if not isinstance(value, tuple) or len(value) != 3:
-        return None
-    logits, weights, experts = value
-    chosen = _argument(experts, "item of", 1)
-    scores, top_k, *options = chosen.args if getattr(chosen, "op", None) == "topk" else (None, None)
-    of_all = [
-        Node("softmax", (logits, -1, torch.float32)),
-        Node("softmax", (Node("to", (logits, torch.float32)), -1, None)),
-    ]
-    rows = _argument(logits, "linear", _WEIGHT, None)
-    x, shape = rows.args if getattr(rows, "op", None) in ("reshape", "view") else (None, ())
-    if x != _X or len(shape) != 2 or shape[0] != -1 or scores not in of_all or options != [-1, True, True]:
-        return None
-    names = [node.args[0] for node in (shape[1], top_k) if getattr(node, "op", None) == "attribute"]
-    best = Node("item of", (chosen, 0))
-    shares = Node("div", (best, Node("sum", (best, -1, True, None))))
-    own = _argument(weights, "to", Node("dtype", (logits,)))
-    found = weights if own is None else own
-    return (*names, found == shares, own is not None) if len(names) == 2 and found in (best, shares) else None
-
-
-def _argument(value: Any, op: str, *rest: Any) -> Any:
-    """The first argument of an operation whose other ones are known; None of another node."""
-    return value.args[0] if isinstance(value, Node) and value.op == op and value.args[1:] == rest else None
 
 
 def _fused_method(method: FunctionType, form: _Form) -> FunctionType:
@@ -126,6 +101,36 @@ def _fused_method(method: FunctionType, form: _Form) -> FunctionType:
     return forward
 
 
+class Router(NamedTuple):
+    """A router in its present state: what it chooses, and on what that rests.
+
+    Compiled code reads the fields by their places (torch-ext/calls/mixtures/plain_mixture.cpp).
+    """
+
+    conditions: Conditions
+    top_k: int
+    normalized: bool
+    narrow: bool
+    groups: Optional[Tuple[int, int, float]]  # of sigmoids: how many, how many are kept, and the scaling
+
+
+def router_of(module: nn.Module) -> Optional[Router]:
+    """A module as a router that one op computes; None where it is none."""
+    method = _method_of(module)
+    if method is None or refusal(module) is not None:
+        return None
+    form, proof = _forms[method].router, _proof_of(module)
+    of_class = [(type(module), name, getattr(type(module), name)) for name in ("forward", "__call__")]
+    state, names = module.__dict__, [name for name in form if type(name) is str]
+    conditions = conditions_of(module, proof.dependencies, (*names, "weight", BIAS), attributes=of_class)
+    if conditions is None:
+        return None
+    if type(form) is Softmax:
+        return Router(conditions, state[form.top_k], form.normalized, form.narrow, None)
+    groups = state[form.groups], state[form.top_groups], float(state[form.scaling])
+    return Router(conditions, state[form.top_k], form.normalized, False, groups)
+
+
 def refusal(module: nn.Module) -> Optional[str]:
     """The reason why a fused router runs its original forward in its present state; None if it is fused."""
     method = _method_of(module)
@@ -135,7 +140,7 @@ def refusal(module: nn.Module) -> Optional[str]:
     return refusals.of_global_state() or native.refusal("top_k_router", found[0])
 
 
-_Operands = Tuple[Tensor, int, int]  # the weight, its width, how many experts are chosen
+_Operands = Tuple[Tensor, int, Tuple[Any, ...]]  # the weight, its width, and what the op takes besides
 
 
 def _operands(module: nn.Module, form: _Form) -> Union[str, _Operands]:
@@ -144,17 +149,37 @@ def _operands(module: nn.Module, form: _Form) -> Union[str, _Operands]:
     weight = module.weight if _is_compiling() else state["_parameters"].get("weight")
     if type(weight) is not nn.Parameter or "weight" in state or weight.dim() != 2:
         return f"a weight of type {type(weight).__name__}"
-    width, top_k = state.get(form.width), state.get(form.top_k)
+    width, top_k = state.get(form.router.width), state.get(form.router.top_k)
     if type(width) is not int or type(top_k) is not int:
         return "attributes of another kind"
     experts = weight.shape[0]
     if weight.shape[1] != width or not 0 < top_k <= experts or top_k > _MOST_CHOSEN or experts > _MOST_EXPERTS:
         return f"{top_k} of {experts} experts"
+    if type(form.router) is Sigmoid:
+        return _of_sigmoids(module, form.router, weight, width, top_k)
     if weight.is_cpu and weight.dtype is not torch.float32:
         return f"no cpu kernel for {weight.dtype}"
-    return weight, width, top_k
+    return weight, width, (top_k, form.router.normalized, form.router.narrow)
 
 
+def _of_sigmoids(module: nn.Module, form: Sigmoid, weight: Tensor, width: int, top_k: int) -> Union[str, _Operands]:
+    state = module.__dict__
+    bias = state["_buffers"].get(BIAS)
+    if type(bias) is not Tensor or BIAS in state:
+        return f"a bias of type {type(bias).__name__}"
+    experts, groups, top_groups, scaling = (state.get(name) for name in form[3:])
+    if not all(type(number) is int for number in (experts, groups, top_groups)) or type(scaling) not in (int, float):
+        return "attributes of another kind"
+    if weight.is_cpu:
+        return "no cpu kernel for a router of sigmoids"
+    if experts != weight.shape[0] or bias.shape != (experts,) or bias.device != weight.device:
+        return f"{experts} experts"
+    if not 0 < groups <= _MOST_GROUPS or experts % groups or experts < 2 * groups or not 0 < top_groups <= groups:
+        return f"{top_groups} of {groups} groups"
+    return weight, width, (bias, top_k, groups, top_groups, form.normalized, float(scaling))
+
+
+_MOST_GROUPS = 32
 _MOST_EXPERTS, _MOST_CHOSEN = 512, 32  # as in cuda/router/router.h
 
 
@@ -168,6 +193,8 @@ def _routed(module: nn.Module, form: _Form, x: Any) -> Optional[Tuple[Tensor, Te
     ):
         return None
     if _is_compiling():
+        if type(form.router) is Sigmoid:
+            return None
         # Dynamo cannot follow compiled code, and guards on what it reads here.
         flags = all(module.__dict__.get(name) is value for name, *values in form.guards.own for value in values)
         unpatched = F.softmax is _SOFTMAX and torch.topk is _TOPK
@@ -183,8 +210,13 @@ def _routed(module: nn.Module, form: _Form, x: Any) -> Optional[Tuple[Tensor, Te
     found = _operands(module, form)
     if disturbed or type(found) is str:
         return None
-    weight, width, top_k = found
-    if x.dtype is not weight.dtype or x.device != weight.device or calls.autograd_follows(x, weight):
+    weight, width, others = found
+    if (
+        x.dtype is not weight.dtype
+        or x.device != weight.device
+        or calls.autograd_follows(x, weight, *(part for part in others if isinstance(part, Tensor)))
+    ):
         return None
     rows = x if x.dim() == 2 and x.shape[1] == width else x.reshape(-1, width)
-    return native.top_k_router(rows, weight, top_k, form.normalized, form.narrow)
+    op = native.sigmoid_router if type(form.router) is Sigmoid else native.top_k_router
+    return op(rows, weight, *others)

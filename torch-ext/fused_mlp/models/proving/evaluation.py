@@ -10,6 +10,7 @@ import ast
 import builtins
 import functools
 import inspect
+import math
 import operator
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -237,11 +238,17 @@ class Evaluation:
         frame.names[name] = Node("loop", (over, turn.sum, tuple(turn.skips), turn.added))
 
     def _expression(self, call: ast.Call, frame: _Frame) -> None:
-        """A call for what it does: adding rows to a sum."""
+        """A call for what it does: adding rows to a sum, or writing into a tensor of its own."""
         callee = call.func
         if not (isinstance(callee, ast.Attribute) and isinstance(callee.value, ast.Name)):
             raise _unknown(call)
         old, turn = self._value(callee.value, frame), frame.turn
+        if callee.attr == "scatter_" and isinstance(old, Node) and turn is None and not call.keywords:
+            self._is_alone(old, frame, callee.value.id, call)
+            self._method("scatter_", torch.Tensor.scatter_)
+            given = (old, *(self._value(part, frame) for part in call.args))
+            frame.names[callee.value.id] = self._applied("scatter", given, {}, call)
+            return
         if callee.attr != "index_add_" or not isinstance(old, Node) or turn is None or frame.detached:
             raise _unknown(call)
         self._is_alone(old, frame, callee.value.id, call)
@@ -276,15 +283,19 @@ class Evaluation:
         if isinstance(node, (ast.Tuple, ast.List)):
             return tuple(self._value(part, frame) for part in node.elts)
         if isinstance(node, ast.Call):
-            if any(isinstance(part, ast.Starred) for part in node.args) or any(w.arg is None for w in node.keywords):
+            if any(word.arg is None for word in node.keywords):
                 raise _unknown(node)
             callee = self._value(node.func, frame)
-            args = tuple(self._value(part, frame) for part in node.args)
+            args = tuple(self._given(part, frame) for part in node.args)
             return self._called(
                 callee, args, {word.arg: self._value(word.value, frame) for word in node.keywords}, node
             )
         if isinstance(node, ast.BinOp):
             return self._operated(node.op, self._value(node.left, frame), self._value(node.right, frame), node)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
+            value = self._value(node.operand, frame)
+            if isinstance(value, Node):
+                return Node("invert", (value,))
         if isinstance(node, ast.UnaryOp) and not isinstance(node.op, ast.Invert):
             value = self._value(node.operand, frame)
             if isinstance(node.op, ast.Not):
@@ -303,6 +314,15 @@ class Evaluation:
         if isinstance(node, ast.Subscript):
             return self._item(self._value(node.value, frame), self._key(node.slice, frame), node)
         raise _unknown(node)
+
+    def _given(self, node: ast.expr, frame: _Frame) -> Value:
+        """An argument of a call. All sizes of a tensor, one by one, stand for its shape."""
+        if not isinstance(node, ast.Starred):
+            return self._value(node, frame)
+        value = self._value(node.value, frame)
+        if not isinstance(value, Node) or value.op != "shape":
+            raise _unknown(node)
+        return value
 
     def _name(self, node: ast.Name, frame: _Frame) -> Value:
         name, function = node.id, frame.function
@@ -437,6 +457,8 @@ class Evaluation:
             return issubclass(class_of(args[0].value), args[1])
         if callee is builtins.range and len(args) == 1 and not options:
             return Node("range", args)
+        if callee is builtins.float and args == ("-inf",) and not options:
+            return -math.inf
         if callee in (builtins.int, builtins.float) and len(args) == 1 and isinstance(args[0], Node):
             return Node("scalar", args)
         if callee is builtins.len and len(args) == 1 and isinstance(args[0], Node):

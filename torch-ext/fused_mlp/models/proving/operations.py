@@ -16,34 +16,36 @@ from .values import Node, NotProved
 
 # Each by its own name in torch, in F or as a method, with its parameters. A method's first one is the tensor itself.
 _SIGNATURES = """
-    abs(input) add(input, other, alpha=1) amax(input, dim, keepdim=False) bfloat16(input) bmm(input, mat2)
+    abs(input) add(input, other, alpha=1) amax(input, dim, keepdim=False) bfloat16(input) bmm(input, mat2) bool(input)
     cat(tensors, dim=0) celu(input, alpha=1.0, inplace=False) chunk(input, chunks, dim=0)
     clamp(input, min=None, max=None) clamp_max(input, max) clamp_min(input, min) clone(input) contiguous(input)
     cos(input) detach(input) div(input, other) double(input) elu(input, alpha=1.0, inplace=False) eq(input, other)
-    erf(input) erfc(input) exp(input) expm1(input) flatten(input, start_dim=0, end_dim=-1) float(input)
-    ge(input, other) gelu(input, approximate='none') greater(input, other) gt(input, other) half(input)
-    hardsigmoid(input, inplace=False) hardswish(input, inplace=False) hardtanh(input, min_val=-1.0, max_val=1.0)
+    erf(input) erfc(input) exp(input) expand(input, *sizes) expm1(input) flatten(input, start_dim=0, end_dim=-1)
+    float(input) gather(input, dim, index, sparse_grad=False) ge(input, other) gelu(input, approximate='none')
+    greater(input, other) gt(input, other) half(input) hardsigmoid(input, inplace=False)
+    hardswish(input, inplace=False) hardtanh(input, min_val=-1.0, max_val=1.0)
     index_add(input, dim, index, source, alpha=1) index_select(input, dim, index) item(input)
     layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-05) le(input, other)
     leaky_relu(input, negative_slope=0.01, inplace=False) linear(input, weight, bias=None) log1p(input)
     logsigmoid(input) lt(input, other) matmul(input, other) maximum(input, other) minimum(input, other)
-    mean(input, dim=None, keepdim=False, dtype=None) mish(input, inplace=False) mm(input, other)
-    mul(input, other) multiply(input, other) ne(input, other) neg(input) nonzero(input, as_tuple=False) numel(input)
-    one_hot(input, num_classes=-1) permute(input, *dims) pow(input, exponent) reciprocal(input)
-    relu(input, inplace=False) relu6(input, inplace=False) reshape(input, *shape) rsqrt(input)
-    selu(input, inplace=False) sigmoid(input) silu(input, inplace=False) sin(input) size(input, dim=None)
-    softmax(input, dim=None, dtype=None) softplus(input, beta=1.0, threshold=20.0) softsign(input)
-    split(input, split_size_or_sections, dim=0) sqrt(input) square(input) squeeze(input, dim=None)
-    sub(input, other, alpha=1) sum(input, dim=None, keepdim=False, dtype=None) t(input) tanh(input)
-    tanhshrink(input) to(input, dtype) topk(input, k, dim=-1, largest=True, sorted=True)
-    transpose(input, dim0, dim1) type_as(input, other) unsqueeze(input, dim) view(input, *shape)
+    masked_fill(input, mask, value) mean(input, dim=None, keepdim=False, dtype=None) mish(input, inplace=False)
+    mm(input, other) mul(input, other) multiply(input, other) ne(input, other) neg(input)
+    nonzero(input, as_tuple=False) numel(input) one_hot(input, num_classes=-1) permute(input, *dims)
+    pow(input, exponent) reciprocal(input) relu(input, inplace=False) relu6(input, inplace=False)
+    reshape(input, *shape) rsqrt(input) scatter(input, dim, index, src) selu(input, inplace=False) sigmoid(input)
+    silu(input, inplace=False) sin(input) size(input, dim=None) softmax(input, dim=None, dtype=None)
+    softplus(input, beta=1.0, threshold=20.0) softsign(input) split(input, split_size_or_sections, dim=0) sqrt(input)
+    square(input) squeeze(input, dim=None) sub(input, other, alpha=1) sum(input, dim=None, keepdim=False, dtype=None)
+    t(input) tanh(input) tanhshrink(input) to(input, dtype) topk(input, k, dim=-1, largest=True, sorted=True)
+    transpose(input, dim0, dim1) type(input, dtype) type_as(input, other) unsqueeze(input, dim) view(input, *shape)
     where(condition, input=None, other=None) zeros_like(input, dtype=None, device=None)
 """
-_METHODS_ALONE = {"bfloat16", "contiguous", "double", "float", "half", "item", "numel", "size", "to", "type_as", "view"}
+_METHODS_ALONE = {"bfloat16", "bool", "contiguous", "double", "float", "half", "item", "numel", "size", "to", "type"}
+_METHODS_ALONE |= {"type_as", "view"}
 
 _SAME = {"multiply": "mul", "greater": "gt", "mm": "matmul"}
 VIEWS = {"view", "reshape", "chunk", "item of", "getitem", "permute", "transpose", "t", "squeeze", "unsqueeze", "to"}
-VIEWS |= {"contiguous", "detach", "flatten", "split"}
+VIEWS |= {"contiguous", "detach", "expand", "flatten", "split"}
 TUPLES = {"chunk", "split", "where", "topk", "shape"}  # what gives more than one tensor, or number
 NUMBERS = {math.sqrt, math.exp, math.log, math.pow, builtins.float, builtins.int, builtins.abs, builtins.max}
 NUMBERS |= {builtins.min, builtins.round, math.erf, math.tanh}
@@ -92,7 +94,7 @@ def applied(name: str, args: Tuple[Any, ...], options: Dict[str, Any]) -> Node:
     values = dict(given.arguments)
     if values.pop("inplace", False) is not False:
         raise NotProved(f"{name} in place")
-    listed = next((word for word in ("dims", "shape") if word in values), None)
+    listed = next((word for word in ("dims", "shape", "sizes") if word in values), None)
     if listed is not None and len(values[listed]) == 1 and isinstance(values[listed][0], (tuple, list)):
         values[listed] = tuple(values[listed][0])
     return _simplified(_SAME.get(name, name), tuple(map(_frozen, values.values())))
@@ -100,7 +102,9 @@ def applied(name: str, args: Tuple[Any, ...], options: Dict[str, Any]) -> Node:
 
 def _simplified(name: str, args: Tuple[Any, ...]) -> Node:
     """One way for what can be written in several: casts, clamps, additions of multiples, negative dimensions."""
-    if name in ("float", "double", "half", "bfloat16"):
+    if name == "type":
+        return Node("to", args)
+    if name in ("float", "double", "half", "bfloat16", "bool"):
         return Node("to", (args[0], getattr(torch, "float32" if name == "float" else name)))
     if name == "type_as":
         return Node("to", (args[0], Node("dtype", (args[1],))))

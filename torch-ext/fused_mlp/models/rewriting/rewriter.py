@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...autograd.training import KEPT
+from ..experts import blocks
 from ..experts.interface import original_of
 from ..matching.matches import Act, AnyMatch, Block, Match, SplitMLP, Turns, Whole
 from ..matching.roles import Role, RoleOf
@@ -240,6 +241,8 @@ def _role_of_layer(part: nn.Module) -> str:
     forward = forward_of(part)  # none of what TorchScript has compiled
     if not isinstance(forward, FunctionType):
         return Role.LAYER
+    if blocks.is_whole(part):
+        return Role.WHOLE
     children = children_of(part).values()
     in_turn = any(type(child) is nn.ModuleList and _is_whole(children_of(child)) for child in children)
     if not in_turn and all(adapters.of_projection(child) is not None for child in children):

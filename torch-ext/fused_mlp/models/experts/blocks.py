@@ -1,0 +1,220 @@
+"""The block of a mixture, its router and its experts, as one call of compiled code, in inference.
+
+A class's forward is read: it hands all tokens to a router and to experts, and gives back what these compute, in the
+shape of its input, perhaps added to what a shared part computes. Each of them is fused by itself too. What this saves
+is the host's time between them: where all are as they were read, neither router nor experts are called as modules.
+"""
+
+from __future__ import annotations
+
+import weakref
+from types import FunctionType
+from typing import Any, Dict, NamedTuple, Optional, Set, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from ...backends import native
+from ..methods import switching
+from ..parts import refusals
+from ..proving.evaluation import Evaluation, inputs
+from ..proving.values import Bound, Held, Node, NotProved, Proof, Proofs, Value
+from ..reading.attributes import class_of
+from ..running import shortcut, split_mlps
+from . import cached, mixtures, proofs, routers
+from .cached import Entry
+from .conditions import Conditions, conditions_of
+from .routers import Router
+
+
+class _Children(NamedTuple):
+    router: str
+    experts: str
+    shared: Optional[str]  # a part that is called with the same input, and whose result is added
+
+
+class Record(NamedTuple):
+    """A block in its present state. Compiled code reads the fields by their places, and whether each still holds
+    (torch-ext/calls/mixtures/plain_mixture.cpp)."""
+
+    conditions: Conditions
+    children: _Children
+    router: Router
+    experts: Entry
+
+
+# By id of a block, and by what transformers is set to for its experts. A block takes its own with it when it goes.
+_records: Dict[int, Dict[Optional[str], Record]] = {}
+_missed: Dict[int, Dict[Optional[str], int]] = {}
+_made: Set[FunctionType] = set()
+_proofs = Proofs()
+_plain = shortcut.plain
+(_X,) = inputs("x")
+_SHAPE = Node("shape", (_X,))
+
+
+def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
+    """The method to put into a block of a mixture; none where it is no such, or not known."""
+    method = getattr(class_of(module), "forward", None)
+    children = _children_of(module)
+    return {} if children is None else {"forward": _fused_method(method, children)}
+
+
+def is_whole(module: nn.Module) -> bool:
+    """True for a block that compiled code computes together with a norm in front and a sum behind it."""
+    children = _children_of(module)
+    return children is not None and children.shared is None
+
+
+def is_fused(function: Any) -> bool:
+    """True for a function that :func:`fused_methods` gives."""
+    return function in _made
+
+
+def refusal(module: nn.Module) -> Optional[str]:
+    """The reason why the parts of a fused block are called one by one in its present state; None if it is one call."""
+    children = _children_of(module)
+    if children is None:
+        return "a patched class"
+    router, experts = (module._modules[name] for name in children[:2])
+    reason = routers.refusal(router) or mixtures.refusal(experts)
+    if reason is None and native.chooses_experts(router.weight):
+        return "experts for whose kernels a model of the GPU decides"
+    return reason or refusals.of_global_state()
+
+
+def _children_of(module: nn.Module) -> Optional[_Children]:
+    method = getattr(class_of(module), "forward", None)
+    is_plain = isinstance(method, FunctionType) and not hasattr(method, "__wrapped__")
+    if _plain is None or not is_plain or method.__code__.co_argcount != 2 or len(module._modules) not in (2, 3):
+        return None
+    parts = module._modules.values()
+    if any(part is None or issubclass(type(part), torch.jit.ScriptModule) for part in parts):
+        return None
+    if not any(map(proofs.looks_like_experts, parts)):
+        return None
+    return _proof_of(module, method).found
+
+
+def _proof_of(module: nn.Module, method: FunctionType) -> Proof:
+    return _proofs.get((method, *map(class_of, module._modules.values())), module, lambda: _proved(module, method))
+
+
+def _proved(module: nn.Module, method: FunctionType) -> Proof:
+    evaluation = Evaluation(module, _of_part)
+    try:
+        found = _read(evaluation.returned(Bound(method, evaluation.root), (_X,)))
+    except NotProved:
+        found = None
+    return Proof(found, evaluation.dependencies)
+
+
+def _of_part(part: Held, given: Tuple[Value, ...]) -> Value:
+    if len(part.path) == 1 and len(given) == 1 and routers.fused_methods(part.value):
+        return tuple(Node(name, (part.path[0], *given)) for name in ("logits", "shares", "index"))
+    if len(part.path) == 1 and len(given) == 3 and mixtures.fused_methods(part.value):
+        return Node("experts", (part.path[0], *given))
+    if len(part.path) == 1 and given == (_X,):
+        return Node("shared", (part.path[0],))
+    raise NotProved("a block that calls another module")
+
+
+def _read(value: Value) -> Optional[_Children]:
+    """The children of a block that returns what its experts compute of all tokens, by the choices of its router, and
+    adds what a shared part computes."""
+    if not isinstance(value, Node):
+        return None
+    value, shared = value.args if value.op == "add" else (value, None)
+    is_added = shared is not None
+    if is_added and (not isinstance(value, Node) or not isinstance(shared, Node) or shared.op != "shared"):
+        return None
+    experts = value.args[0] if value.op in ("reshape", "view") else None
+    if not isinstance(experts, Node) or experts.op != "experts" or not _is_shape(value.args[1]):
+        return None
+    name, rows, index, shares = experts.args
+    router, given = index.args if isinstance(index, Node) and index.op == "index" else (None, None)
+    if shares != Node("shares", (router, given)) or given not in (rows, _X) or not _are_rows(rows):
+        return None
+    return _Children(router, name, shared.args[0] if is_added else None)
+
+
+def _is_shape(shape: Any) -> bool:
+    """True for the sizes of x, which has three dimensions: compiled code takes no other one."""
+    if shape == (_SHAPE,):
+        return True
+    return len(shape) == 3 and all(size in (_size(place), _size(place - 3)) for place, size in enumerate(shape))
+
+
+def _size(place: int) -> Node:
+    return Node("item of", (_SHAPE, place)) if place >= 0 else Node("size", (_X, place))
+
+
+def _are_rows(rows: Value) -> bool:
+    if not isinstance(rows, Node) or rows.op not in ("reshape", "view") or rows.args[0] != _X:
+        return False
+    shape = rows.args[1]
+    return len(shape) == 2 and shape[0] == -1 and shape[1] in (_size(2), _size(-1))
+
+
+_methods: Dict[FunctionType, FunctionType] = {}
+
+
+def _fused_method(method: FunctionType, children: _Children) -> FunctionType:
+    made = _methods.get(method)
+    if made is None:
+        made = _methods[method] = switching.fused_forward(method, called)
+        _made.add(made)
+    if children.shared is None:
+        split_mlps.wholes[made] = split_mlps.Segment(method, (_records,), None, None)
+    return made
+
+
+def called(module: nn.Module, x: Any) -> Optional[Tensor]:
+    """The output of a block that is being called; None where its own code has to run."""
+    found = _plain.mixture(_records, module, x, None)
+    if found is None and _learns(module):
+        found = _plain.mixture(_records, module, x, None)
+    if type(found) is not str:
+        return found
+    # The shared part is called where nothing else is known to be in the way, and so once.
+    return _plain.mixture(_records, module, x, getattr(module, found)(x))
+
+
+def _learns(module: nn.Module) -> bool:
+    """True if there is a new record of a block. When a miss has occurred once, twice, four times, ... it is tried."""
+    if module.training or not _is_asked(module):
+        return False
+    children = _children_of(module)
+    if children is None or refusal(module) is not None:
+        return False
+    router, experts = (module._modules[name] for name in children[:2])
+    entry, found = cached.entry_of(experts), routers.router_of(router)
+    if entry is None or found is None or entry.form.transposed or router.weight.shape[0] != entry.experts:
+        return False
+    method = class_of(module).forward
+    calls = [(type(part), "__call__", nn.Module.__call__) for part in (router, experts)]
+    conditions = conditions_of(module, _proof_of(module, method).dependencies, filter(None, children), attributes=calls)
+    if conditions is None:
+        return False
+    for part in (router, experts):
+        shortcut.know_kernel(type(part), part.forward.__func__)
+    _records.setdefault(id(module), {})[_set_to(module)] = Record(conditions, children, found, entry)
+    return True
+
+
+def _is_asked(module: nn.Module) -> bool:
+    key, way = id(module), _set_to(module)
+    if key not in _missed:
+        weakref.finalize(module, _forget, key).atexit = False
+    missed = _missed.setdefault(key, {})
+    count = missed[way] = missed.get(way, 0) + 1
+    return count & (count - 1) == 0
+
+
+def _set_to(module: nn.Module) -> Optional[str]:
+    return next((cached.set_to(part.__dict__) for part in module._modules.values() if "config" in part.__dict__), None)
+
+
+def _forget(key: int) -> None:
+    _records.pop(key, None)
+    _missed.pop(key, None)
