@@ -145,7 +145,7 @@ CHANGES = {
     "hook": (lambda layer: layer.register_forward_hook(lambda module, given, output: output * 2), False, 3),
     "decoded": (decoded, False, 2),
     "static": (static, False, 3),
-    "powers of two": (of_powers, False, 3),
+    "powers of two": (of_powers, True, 0),
     "another block": (of_another_block, False, 3),
 }
 

@@ -5,6 +5,7 @@
 
 #include "../../vector.cuh"
 #include "decode.h"
+#include "integers.cuh"
 
 namespace fused_mlp::decoding {
 constexpr int kThreads = 256;
@@ -84,10 +85,11 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(CodedElements weight, 
 
 constexpr int vector_bytes(Coding coding) { return kCodes * block_bytes(coding) / kCodedBlock; }
 
-// The value of the lowest bits.
+// The value of the lowest bits. That of int4 is less a zero point.
 template <Coding kCoding>
-__device__ __forceinline__ float value_of(uint32_t bits) {
-  if constexpr (kCoding == Coding::kInt4) return static_cast<float>(static_cast<int>(bits & 15) - 8);
+__device__ __forceinline__ float value_of(uint32_t bits, uint32_t zero) {
+  if constexpr (kCoding == Coding::kInt4)
+    return static_cast<float>(static_cast<int>(bits & 15) - static_cast<int>(zero));
   if constexpr (kCoding == Coding::kInt8) return static_cast<float>(static_cast<int8_t>(bits));
   return __half2float(__half(__nv_cvt_fp8_to_halfraw(static_cast<uint8_t>(bits), __NV_E4M3)));
 }
@@ -103,7 +105,9 @@ __global__ void __launch_bounds__(kThreads) decode_blocked_vectors_kernel(Blocke
     const int64_t vector = first + i * kThreads;
     if (vector >= vectors) continue;
     const int64_t row = vector / of_row, column = vector % of_row * kCodes;
-    const float scale = __ldg(weight.scales + row / weight.block_rows * blocks + column / weight.block) * weight.factor;
+    float scale = __ldg(weight.scales + row / weight.block_rows * blocks + column / weight.block);
+    const uint32_t zero = kCoding == Coding::kInt4 ? take_zero(scale) : 0;
+    scale *= weight.factor;
     constexpr int kWords = vector_bytes(kCoding) / 4, kOfWord = kCodes / kWords;
     uint32_t words[kWords];
 #pragma unroll
@@ -116,7 +120,7 @@ __global__ void __launch_bounds__(kThreads) decode_blocked_vectors_kernel(Blocke
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
         const int code = part + j;
-        elements[j] = value_of<kCoding>(words[code / kOfWord] >> code % kOfWord * (32 / kOfWord)) * scale;
+        elements[j] = value_of<kCoding>(words[code / kOfWord] >> code % kOfWord * (32 / kOfWord), zero) * scale;
       }
       store<T, kWidth>(out + vector * kCodes + part, elements);
     }
@@ -129,10 +133,11 @@ __global__ void __launch_bounds__(kThreads) decode_blocked_kernel(BlockedElement
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * kOfCta, end = min(weight.n * weight.k, begin + kOfCta);
   const int64_t blocks = ceil_div(weight.k, weight.block);
   for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) {
-    const float scale = __ldg(weight.scales + i / weight.k / weight.block_rows * blocks + i % weight.k / weight.block);
+    float scale = __ldg(weight.scales + i / weight.k / weight.block_rows * blocks + i % weight.k / weight.block);
+    const uint32_t zero = kCoding == Coding::kInt4 ? take_zero(scale) : 0;
     constexpr bool kHalves = kCoding == Coding::kInt4;
     const uint32_t bits = weight.data[kHalves ? i / 2 : i] >> (kHalves ? i % 2 * 4 : 0);
-    out[i] = from_float<T>(value_of<kCoding>(bits) * (scale * weight.factor));
+    out[i] = from_float<T>(value_of<kCoding>(bits, zero) * (scale * weight.factor));
   }
 }
 
