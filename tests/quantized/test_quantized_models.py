@@ -252,10 +252,14 @@ def test_layers_alone_without_adapters(fused_mlp, device, ops, small_layers):
         assert_close(run(fused, inputs), run(plain, inputs), tolerance(device))
         assert ops == ["packed"] * (4 + 1) * MLPS
         ops.clear()
-        layer.register_forward_hook(lambda module, given, output: output * 2)
-        other_weight(fused.model.layers[1].self_attn.q_proj)
-        run(fused, inputs)
-        assert ops == ["packed"] * ((4 + 1) * MLPS - 1)
+        other = layer_4bit(nn.Linear(64, 64, device=device), layer.compute_dtype, format="fp4")
+        layer.weight, x = other.weight, torch.randn(3, 64, device=device, dtype=layer.compute_dtype)
+        wanted = x @ fused_mlp.QuantizedWeight.from_bitsandbytes(layer.weight).dequantize(x.dtype).t()
+        assert_close([layer(x)], [wanted if layer.bias is None else wanted + layer.bias], tolerance(device))
+        assert ops == ["packed"]
+        layer.register_forward_pre_hook(lambda module, given: None)  # bitsandbytes' own runs
+        layer(x)
+        assert ops == ["packed"]
     model, fused, inputs = pair(fused_mlp, "Llama", device, everything=True)
     for each in (model, fused):
         each.get_input_embeddings().requires_grad_(True)
