@@ -94,25 +94,33 @@ __device__ __forceinline__ float value_of(uint32_t bits, uint32_t zero) {
   return __half2float(__half(__nv_cvt_fp8_to_halfraw(static_cast<uint8_t>(bits), __NV_E4M3)));
 }
 
-// Vectors of 8 values, each within a row and a block.
+// Vectors of 8 values, each within a row and a block. A warp has kVectors of each lane, of one row: so it divides once.
+constexpr int kRows = kThreads / 32, kRowVectors = 32 * kVectors;  // of a CTA, of a warp
+
 template <typename T, Coding kCoding>
 __global__ void __launch_bounds__(kThreads) decode_blocked_vectors_kernel(BlockedElements weight, T* out) {
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads * kVectors + threadIdx.x;
-  const int64_t of_row = weight.k / kCodes, vectors = weight.n * of_row;
-  const int64_t blocks = ceil_div(weight.k, weight.block);
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / 32;
+  if (row >= weight.n) return;
+  const int first = blockIdx.y * kRowVectors + threadIdx.x % 32, of_row = static_cast<int>(weight.k / kCodes);
+  const auto vectors_of_block = static_cast<uint32_t>(min(weight.block, weight.k) / kCodes);
+  const float* const scales = weight.scales + row / weight.block_rows * ceil_div(weight.k, weight.block);
+  constexpr int kWords = vector_bytes(kCoding) / 4, kOfWord = kCodes / kWords;
+  const auto* const data = reinterpret_cast<const uint32_t*>(weight.data) + row * of_row * kWords;
+  uint32_t words[kVectors][kWords];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    const int64_t vector = first + i * kThreads;
-    if (vector >= vectors) continue;
-    const int64_t row = vector / of_row, column = vector % of_row * kCodes;
-    float scale = __ldg(weight.scales + row / weight.block_rows * blocks + column / weight.block);
+    const int vector = first + i * 32;
+    if (vector >= of_row) continue;
+#pragma unroll
+    for (int j = 0; j < kWords; ++j) words[i][j] = __ldg(data + vector * kWords + j);
+  }
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int vector = first + i * 32;
+    if (vector >= of_row) continue;
+    float scale = __ldg(scales + static_cast<uint32_t>(vector) / vectors_of_block);
     const uint32_t zero = kCoding == Coding::kInt4 ? take_zero(scale) : 0;
     scale *= weight.factor;
-    constexpr int kWords = vector_bytes(kCoding) / 4, kOfWord = kCodes / kWords;
-    uint32_t words[kWords];
-#pragma unroll
-    for (int j = 0; j < kWords; ++j)
-      words[j] = __ldg(reinterpret_cast<const uint32_t*>(weight.data) + vector * kWords + j);
     constexpr int kWidth = kVectorBytes / sizeof(T);
 #pragma unroll
     for (int part = 0; part < kCodes; part += kWidth) {
@@ -120,9 +128,9 @@ __global__ void __launch_bounds__(kThreads) decode_blocked_vectors_kernel(Blocke
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
         const int code = part + j;
-        elements[j] = value_of<kCoding>(words[code / kOfWord] >> code % kOfWord * (32 / kOfWord), zero) * scale;
+        elements[j] = value_of<kCoding>(words[i][code / kOfWord] >> code % kOfWord * (32 / kOfWord), zero) * scale;
       }
-      store<T, kWidth>(out + vector * kCodes + part, elements);
+      store<T, kWidth>(out + (row * of_row + vector) * kCodes + part, elements);
     }
   }
 }
