@@ -30,6 +30,7 @@ os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
 
 import bitsandbytes
 import kernels
+import peft
 import plots
 import quantised_fp8
 import quantised_integers
@@ -37,6 +38,7 @@ import quantised_models
 import torch
 import torch.nn.functional as F
 import training
+import transformers
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -52,6 +54,7 @@ TOLERANCES = {"int8": 0.05, "int4": 0.02} | dict.fromkeys(FORMATS, 0.02) | dict.
 PROVIDERS = ("eager", "ours", "ours-bf16")
 WIDTHS = {"cuda": ((4096, 14336), (2048, 8192), (8192, 28672)), "cpu": ((768, 3072),), "quick": ((128, 256),)}
 ROWS = {"cuda": (1, 4, 16, 64, 256, 512, 2048, 8192), "cpu": (1, 16, 256), "quick": (1, 3)}
+VERSIONS = {library.__name__: library.__version__ for library in (bitsandbytes, peft, transformers)}
 L2_BYTES = 60e6  # more than that of any GPU here
 SILU = 4  # the code of the activation
 
@@ -140,7 +143,7 @@ def run(given) -> dict:
     ]
     if given.models:
         points = quantised_models.points(given.formats)
-    found = {"machine": {**measure.machine(), "bitsandbytes": bitsandbytes.__version__}, "results": []}
+    found = {"machine": {**measure.machine(), **VERSIONS}, "results": []}
     clock = training.Clock(given.minutes, len(points))
     with tqdm(points, disable=None) as progress:
         for point in progress:

@@ -24,7 +24,7 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPE = torch.bfloat16
 BATCHES = (1, 16)
-CACHED, PLACES = 512, 1024  # tokens that are there, and that there is room for
+CACHED, PLACES = 512, 576  # tokens that are there, and that there is room for, as in generate.py
 RANK, TRAINED = 16, (4, 1024)
 TOLERANCE = 0.1  # of logits: FP8 rounds the decoded weights to bfloat16
 BLOCK = (128, 128)
@@ -53,9 +53,11 @@ def replace(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> nn.Modu
 
 
 def nf4(layer: nn.Linear) -> nn.Module:
-    options = {"compute_dtype": DTYPE, "quant_type": "nf4", "bias": False, "device": "meta"}
-    made = bitsandbytes.nn.Linear4bit(layer.in_features, layer.out_features, **options)
-    made.weight = bitsandbytes.nn.Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4", module=made)
+    """bitsandbytes' layer, as transformers makes it by default: scales are not nested."""
+    options = {"quant_type": "nf4", "compress_statistics": False}
+    sizes = {"input_features": layer.in_features, "output_features": layer.out_features, "bias": False}
+    made = bitsandbytes.nn.Linear4bit(**sizes, compute_dtype=DTYPE, device="meta", **options)
+    made.weight = bitsandbytes.nn.Params4bit(layer.weight.data, requires_grad=False, module=made, **options)
     return made.to(DEVICE)
 
 

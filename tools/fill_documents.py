@@ -69,6 +69,7 @@ def parts() -> dict[str, str]:
         "quantised": quantised_table(QUANTISED),
         "quantised-fp8": quantised_table(FP8),
         "quantised-integers": quantised_table(INTEGERS),
+        "quantised-models": quantised_models_table(),
         "quantised-experts": quantised_experts_table(),
         "unfused": unfused_table(),
         "floors": floors_table(),
@@ -88,6 +89,7 @@ def parts() -> dict[str, str]:
         "quantised-machine": quantised_machine(QUANTISED),
         "quantised-fp8-machine": quantised_machine(FP8),
         "quantised-integers-machine": quantised_machine(INTEGERS),
+        "quantised-models-machine": quantised_models_machine(),
         "modules-machines": modules_machines(),
         "experts-machine": experts_machine(),
         "gpu-experts-machine": gpu_experts_machine(),
@@ -461,6 +463,39 @@ def quantised_machine(name: str) -> str:
     return (
         f"{facts['gpu']}, PyTorch {facts['torch']}, {library}SiLU, rows of bfloat16, in CUDA graphs; "
         f"{spread_of(spreads)}."
+    )
+
+
+QUANTISED_MODELS = "h200-quantised-models"
+UNQUANTISED = {"nf4": "bitsandbytes NF4", "fp8-blocks": "decoded FP8"}
+
+
+def quantised_models_table() -> str:
+    """Tokens a second of decoding; of a step of QLoRA the time, and the peak of its memory."""
+    rows = []
+    for result in quantised_results(QUANTISED_MODELS):
+        part, batch, *_ = result["shape"]
+        ways, kind = result["providers"], UNQUANTISED[result["format"]]
+        if part == "qlora":
+            eager, ours = ways["eager"], ways["ours"]
+            cells = f"{eager['wall_us'] / 1e3:.1f} ms", gain(eager["wall_us"] / ours["wall_us"]), ""
+            rows.append((f"QLoRA, {kind}, {' x '.join(map(str, result['shape'][1:]))} tokens", *cells))
+            rows.append(("its peak of memory, MiB", f"{eager['peak']:.0f}", f"{ours['peak'] / eager['peak']:.0%}", ""))
+            continue
+        for key, mode in (("wall_us", "eager"), ("graph_us", "CUDA graphs")):
+            eager, ours, wide = (ways[name][key] for name in ("eager", "ours", "ours-bf16"))
+            cells = f"{1e6 * batch / eager:.0f}", gain(eager / ours), gain(eager / wide)
+            rows.append((f"decoding, {kind}, batch {batch}, {mode}", *cells))
+    return documents.table(("model", "as it is, tokens/s", HEADS["ours"], "fused bfloat16"), rows, left=1)
+
+
+def quantised_models_machine() -> str:
+    found = run(QUANTISED_MODELS)
+    facts = found["machine"]
+    spreads = [way["wall_us_spread"] / 2 for each in found["results"] for way in each["providers"].values()]
+    return (
+        f"{facts['gpu']}, PyTorch {facts['torch']}, bitsandbytes {facts['bitsandbytes']}, transformers "
+        f"{facts['transformers']}, PEFT {facts['peft']}; {spread_of(spreads)}."
     )
 
 

@@ -147,7 +147,7 @@ void multiply_scaled(const TensorRows& x, const RowSort& sort, int64_t sorted_ro
   first.a = matrix(x);
   first.epilogue.activation = activation;
   second.out = {results, second.n};
-  const CodedPlan plan{CodedLoop::kScaled, kScaledTile, 2, 1, {}};
+  const CodedPlan plan{CodedLoop::kScaled, kScaledTile, 2, 1, {}, 1};
   const RoundedRows rows(first, stream, of_first), hidden(sorted_rows, first.n);
   check(launch_scaled(first, plan, rows.rows(), hidden.rows(), nullptr, device, stream, of_first));
   check(launch_scaled(second, plan, hidden.rows(), {}, nullptr, device, stream, experts_of(down)));

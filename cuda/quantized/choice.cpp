@@ -128,19 +128,21 @@ bool takes_scaled(const CodedProblem& p, const Gpu& gpu) {
 }
 
 // In microseconds, as measured on an H200: of a block of 128 of k, of a tile, and of the sum of parts of k; weights
-// come at three quarters of what memory gives nominally.
+// come at three quarters of what memory gives nominally. Two CTAs with the same weights bring these together where
+// there are more rows than a tile's.
 CodedPlan choose_scaled(const CodedProblem& p, const Gpu& gpu) {
   constexpr int kTokens = 128, kGroups = 2, kMostSplit = 16;
   constexpr double kBlock = 0.7, kTile = 3.0, kSum = 3.0, kSumOfBytes = 0.65e-6, kOfMemory = 0.75;
-  const int64_t tiles = ceil_div(p.m, kTokens) * ceil_div(p.n, p.gated() ? 128 : 256);
-  const int64_t blocks = ceil_div(p.k, 128), slots = gpu.multiprocessors;
+  const int pair = p.m > kTokens ? 2 : 1;
+  const int64_t tiles = ceil_div(p.m, kTokens * pair) * ceil_div(p.n, p.gated() ? 128 : 256);
+  const int64_t blocks = ceil_div(p.k, 128), slots = gpu.multiprocessors / pair;
   const double weights = p.n * p.k * (p.gated() ? 2 : 1) / (kOfMemory * gpu.bytes_per_microsecond);
   const bool splits = !p.gated() && p.epilogue.activation == static_cast<int64_t>(Activation::kLinear);
   Best best;
   for (int split = 1; split <= (splits ? kMostSplit : 1) && split <= blocks; ++split) {
     const double rounds = ceil_div(tiles * split, slots), sum_bytes = static_cast<double>(split * p.m * p.n * 4);
     const double product = std::max(rounds * ceil_div(blocks, split) * kBlock, weights) + rounds * kTile;
-    best.offer({CodedLoop::kScaled, kTokens, kGroups, split, {}},
+    best.offer({CodedLoop::kScaled, kTokens, kGroups, split, {}, pair},
                product + (split > 1 ? kSum + kSumOfBytes * sum_bytes : 0.0));
   }
   return best.plan;

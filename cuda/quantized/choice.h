@@ -23,6 +23,7 @@ struct CodedPlan {
   int groups;          // of a tile's weight rows: 64 for each warpgroup of a tiled kernel, 128 of a scaled one
   int split;           // parts of k; of few rows, the CTAs of a cluster
   CodedKernel kernel;  // of a streamed one
+  int pair = 1;        // CTAs of a cluster that share weights, of a scaled one
 
   bool scaled() const { return loop == CodedLoop::kScaled; }
 };

@@ -81,7 +81,7 @@ cudaError_t launch_unnest(const NestedScales (&nested)[kMostNested], cudaStream_
     most = std::max(most, nested[i].count);
   }
   if (most == 0) return cudaSuccess;
-  const dim3 grid(static_cast<unsigned>(ceil_div(most, kThreads)), kMostNested);
+  const dim3 grid(static_cast<unsigned>(ceil_div(most, kThreads * kScales)), kMostNested);
   unnest_kernel<<<grid, kThreads, 0, stream>>>(all);
   return cudaGetLastError();
 }

@@ -149,13 +149,32 @@ __global__ void __launch_bounds__(kThreads) decode_blocked_kernel(BlockedElement
   }
 }
 
+constexpr int kScales = 4;  // of a thread
+
 struct AllNested {
   NestedScales of[kMostNested];
 };
 __global__ void __launch_bounds__(kThreads) unnest_kernel(const __grid_constant__ AllNested all) {
   const NestedScales& nested = all.of[blockIdx.y];
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (i < nested.count) nested.out[i] = scale_of<true>(nested.scales, i);
+  const int64_t first = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kScales;
+  if (first >= nested.count) return;
+  const CodedScales& scales = nested.scales;
+  const auto* const codes = static_cast<const uint8_t*>(scales.scales) + first;
+  const bool whole = first + kScales <= nested.count && scales.nested_block % kScales == 0 &&
+                     reinterpret_cast<uintptr_t>(codes) % kScales == 0;
+  if (!whole) {
+    for (int64_t i = first; i < min(nested.count, first + kScales); ++i) nested.out[i] = scale_of<true>(scales, i);
+    return;
+  }
+  const uint32_t four = __ldg(reinterpret_cast<const uint32_t*>(codes));
+  const float of_nested = __ldg(scales.nested_scales + first / scales.nested_block);
+  float values[kScales];
+#pragma unroll
+  for (int i = 0; i < kScales; ++i) {
+    const float of_code = __ldg(scales.nested_code + (four >> i * 8 & 255));
+    values[i] = __fadd_rn(__fmul_rn(of_code, of_nested), scales.offset);
+  }
+  *reinterpret_cast<float4*>(nested.out + first) = make_float4(values[0], values[1], values[2], values[3]);
 }
 
 }  // namespace fused_mlp::decoding

@@ -3,8 +3,9 @@
 // The tensor cores add up in fewer bits than float32 has. So after each block of 128 of k a warpgroup multiplies the
 // block's sums by its scales, and adds them to sums of its own, while the other warpgroup has the tensor cores. A tile
 // is 128 rows of a, 64 for each of two warpgroups, by two halves of 128 weight rows: gate and up of the same columns,
-// or adjacent columns. One warp fills the ring by TMA. CTAs are persistent. Where there are few tiles, several CTAs
-// share k, and another kernel adds their sums (parts.cuh).
+// or adjacent columns. One warp fills the ring by TMA. CTAs are persistent; two of them with the same weights are a
+// cluster, and each brings one half to both. Where there are few tiles, several CTAs share
+// k, and another kernel adds their sums (parts.cuh).
 #pragma once
 
 #include "store.cuh"
@@ -15,18 +16,24 @@ namespace fused_mlp {
 
 // The tiles of a CTA, one after the other: all parts of k of a tile are tiles.
 struct ScaledTiles {
-  static constexpr int kGroupTiles = 8;
+  static constexpr int kGroupUnits = 8;
   const ScaledArgs& args;
+  const int rank;  // in the cluster
   int index;
+  const int step;
 
-  __device__ __forceinline__ explicit ScaledTiles(const ScaledArgs& args) : args(args), index(blockIdx.x) {}
+  __device__ __forceinline__ explicit ScaledTiles(const ScaledArgs& args)
+      : args(args),
+        rank(args.pair > 1 ? sm90::cluster_rank() : 0),
+        index(blockIdx.x / args.pair),
+        step(gridDim.x / args.pair) {}
 
   // The lists of experts were written before the kernel before this one started.
-  __device__ __forceinline__ int tiles_m() const {
-    return args.experts.experts > 0 ? __ldg(args.experts.count) : args.tiles_m;
+  __device__ __forceinline__ int units_m() const {
+    return args.experts.experts > 0 ? __ldg(args.experts.count) : args.units_m;
   }
-  __device__ __forceinline__ bool done() const { return index >= tiles_m() * args.tiles_n * args.split; }
-  __device__ __forceinline__ void advance() { index += gridDim.x; }
+  __device__ __forceinline__ bool done() const { return index >= units_m() * args.tiles_n * args.split; }
+  __device__ __forceinline__ void advance() { index += step; }
   __device__ __forceinline__ int2 blocks(const ScaledTile& tile) const {
     return {tile.part * args.k_blocks / args.split, (tile.part + 1) * args.k_blocks / args.split};
   }
@@ -34,8 +41,8 @@ struct ScaledTiles {
   template <typename Gemm>
   __device__ __forceinline__ ScaledTile tile() const {
     const int whole = index / args.split;
-    const int2 at = grouped_tile<kGroupTiles>(whole, tiles_m(), args.tiles_n);
-    return {at.x * Gemm::kTileM, at.y * Gemm::kColumns, index % args.split};
+    const int2 at = grouped_tile<kGroupUnits>(whole, units_m(), args.tiles_n);
+    return {(at.x * args.pair + rank) * Gemm::kTileM, at.y * Gemm::kColumns, index % args.split};
   }
 
   // That of a tile whose rows are of an expert; else 0.
@@ -47,13 +54,20 @@ struct ScaledTiles {
 
 template <typename Gemm>
 __device__ __forceinline__ void load_weights(const ScaledArgs& args, const ScaledShared<Gemm>& shared, int stage,
-                                             int block, const ScaledTile& tile, int first_row) {
+                                             int block, const ScaledTile& tile, int first_row, int rank) {
   constexpr int kWords = Gemm::kBlockK / 2;  // of 16 bits
 #pragma unroll
   for (int half = 0; half < Gemm::kHalves; ++half) {
     const CUtensorMap* const map = Gemm::kGated && half == 1 ? &args.up_weight : &args.weight;
     const int column = Gemm::kGated ? tile.column : tile.column + half * Gemm::kHalfN;
-    sm90::tma_load(map, shared.full(stage), shared.half(stage, half), block * kWords, first_row + column);
+    const int row = first_row + column;
+    if (args.pair > 1) {
+      if (half == rank) {
+        sm90::tma_load_to(3, map, shared.full(stage), shared.half(stage, half), block * kWords, row);
+      }
+    } else {
+      sm90::tma_load(map, shared.full(stage), shared.half(stage, half), block * kWords, row);
+    }
   }
 }
 
@@ -85,7 +99,7 @@ __device__ __forceinline__ void produce(const ScaledArgs& args, const ScaledShar
     early = min(Gemm::kStages, blocks.y - blocks.x);
     for (int stage = 0; stage < early; ++stage) {
       sm90::mbarrier_arrive_expect(shared.full(stage), bytes);
-      load_weights<Gemm>(args, shared, stage, blocks.x + stage, tile, first_row);
+      load_weights<Gemm>(args, shared, stage, blocks.x + stage, tile, first_row, tiles.rank);
     }
   }
   wait_for_previous_kernel();
@@ -100,7 +114,7 @@ __device__ __forceinline__ void produce(const ScaledArgs& args, const ScaledShar
       } else {
         sm90::mbarrier_wait(shared.empty(at.stage), at.parity);
         sm90::mbarrier_arrive_expect(shared.full(at.stage), bytes);
-        load_weights<Gemm>(args, shared, at.stage, block, tile, first_row);
+        load_weights<Gemm>(args, shared, at.stage, block, tile, first_row, tiles.rank);
       }
       load_rows<Gemm>(args, shared, at.stage, block, tile);
     }
@@ -168,7 +182,15 @@ __device__ __forceinline__ void multiply(const ScaledArgs& args, const ScaledSha
       sm90::fence_accumulator(of_block);
       sm90::wgmma_wait<0>();
       sm90::fence_accumulator(of_block);
-      if (half == Gemm::kHalves - 1) sm90::mbarrier_arrive(shared.empty(at.stage));  // every lane has read scales
+      if (half == Gemm::kHalves - 1) {
+        // Each lane has read scales of its own, and says so itself.
+        if (args.pair > 1) {
+          sm90::mbarrier_arrive_at(shared.empty(at.stage), 0);
+          sm90::mbarrier_arrive_at(shared.empty(at.stage), 1);
+        } else {
+          sm90::mbarrier_arrive(shared.empty(at.stage));
+        }
+      }
       const float by[2] = {of_rows[0] * scale[half], of_rows[1] * scale[half]};
 #pragma unroll
       for (int i = 0; i < Gemm::kSums; ++i) sums[half][i] = fmaf(of_block[i], by[i / 2 % 2], sums[half][i]);
@@ -208,11 +230,12 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1) scaled_kernel(const __grid_
     sm90::prefetch_tensor_map(&args.out);
     for (int stage = 0; stage < Gemm::kStages; ++stage) {
       sm90::mbarrier_init(shared.full(stage), 1);
-      sm90::mbarrier_init(shared.empty(stage), Gemm::kConsumers);
+      sm90::mbarrier_init(shared.empty(stage), args.pair * Gemm::kConsumers);
     }
     sm90::fence_mbarrier_init();
   }
   __syncthreads();
+  if (args.pair > 1) sm90::cluster_sync();  // nobody writes to a CTA whose barriers are not there yet
   if (threadIdx.x >= Gemm::kConsumers) {
     sm90::shrink_registers<Gemm::kProducerRegisters>();
     if (threadIdx.x == Gemm::kConsumers) produce<Gemm>(args, shared);
@@ -221,6 +244,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1) scaled_kernel(const __grid_
     sm90::grow_registers<Gemm::kConsumerRegisters>();
     consume<Gemm>(args, shared);
   }
+  if (args.pair > 1) sm90::cluster_sync();  // no CTA exits while others still write to it, or read from it
 #endif
 }
 

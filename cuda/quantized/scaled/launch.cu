@@ -31,8 +31,9 @@ cudaError_t launch_gemm(const CodedProblem& p, const CodedPlan& plan, const Scal
   args.m = static_cast<int>(p.m);
   args.n = static_cast<int>(p.n);
   args.k_blocks = static_cast<int>(ceil_div(p.k, Gemm::kBlockK));
+  args.pair = plan.pair;
   args.split = plan.split;
-  args.tiles_m = static_cast<int>(ceil_div(p.m, Gemm::kTileM));
+  args.units_m = static_cast<int>(ceil_div(p.m, Gemm::kTileM * plan.pair));
   args.tiles_n = static_cast<int>(ceil_div(p.n, Gemm::kColumns));
   args.loaded_rows = static_cast<int>(std::min<int64_t>(p.m, Gemm::kTileM));
   args.by_rows = p.weight.scale_rows == 1;
@@ -49,9 +50,10 @@ cudaError_t launch_gemm(const CodedProblem& p, const CodedPlan& plan, const Scal
   constexpr auto kKernel = scaled_kernel<Gemm>;
   const cudaError_t error = allow_shared_memory<kKernel>(Gemm::kSharedBytes);
   if (error != cudaSuccess) return error;
-  const int tiles = args.tiles_m * args.tiles_n * plan.split;
-  return sm90::launch_kernel(kKernel, args, std::min(tiles, gpu.multiprocessors), Gemm::kThreads, Gemm::kSharedBytes, 1,
-                             true, stream);
+  const int tiles = args.units_m * args.tiles_n * plan.split;
+  const int clusters = std::min(tiles, gpu.multiprocessors / plan.pair);
+  return sm90::launch_kernel(kKernel, args, clusters * plan.pair, Gemm::kThreads, Gemm::kSharedBytes, plan.pair, true,
+                             stream);
 }
 
 template <typename Element>

@@ -21,7 +21,8 @@ struct ScaledArgs {
   float* parts;  // [split, m, n]: where the sums of parts of k go as they are
   EpilogueArgs epilogue;
   int m, n, k_blocks;
-  int tiles_m, tiles_n, split;
+  int units_m, tiles_n;  // a unit is the rows of the CTAs that share weights
+  int pair, split;
   int loaded_rows;  // of a tile; the rest of its places hold anything
   ScaledExperts experts;
   bool by_rows;  // each weight row has a scale, which the sums are multiplied by at the end

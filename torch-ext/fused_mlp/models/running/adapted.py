@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ... import calls
 from ...activations import get_activation
-from ...adapters import Layer, Layers
+from ...adapters import Layer
 from ...autograd import training
 from ...quantized import weights as quantized
 from ..methods import switching
@@ -83,13 +83,6 @@ def _product(module: nn.Module, x: Tensor) -> Optional[Tensor]:
 def _of_quantised(layer: Union[str, Layer], x: Tensor) -> Optional[Tensor]:
     """The product with a quantised weight; None where the layer has another one, or autograd follows: its own product
     runs."""
-    if type(layer) is str or not quantized.is_any(layer.weight) or refusals.of_input(x) is not None:
+    if type(layer) is str or not quantized.is_any(layer.weight) or calls.autograd_follows(x, layer.bias):
         return None
-    if layer.dtype is x.dtype and calls.is_plainly_recorded("linear", (x, layer.bias)) is False:
-        try:
-            return quantized.run(x, Layers(layer), _IDENTITY.code)
-        except RuntimeError:  # the layer's own product says what is wrong with the operands
-            return None
-    if calls.autograd_follows(x, layer.bias):
-        return None
-    return forwards.of_layers(forwards.LINEAR, x, [layer], _IDENTITY)
+    return None if refusals.of_input(x) is not None else forwards.of_layers(forwards.LINEAR, x, [layer], _IDENTITY)
