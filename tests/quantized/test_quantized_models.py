@@ -236,6 +236,8 @@ def test_layers_alone(fused_mlp, device, ops, training, small_layers):
     options = {"adapted": True, "everything": True, "target_modules": ["q_proj", "o_proj"]}
     model, fused, inputs = pair(fused_mlp, "Llama", device, **options)
     assert fused_mlp.explain(fused.base_model.model.model.layers[0].self_attn.q_proj).implementation == "fused"
+    patterns = [module.pattern for module in fused_mlp.fuse_mlps(fused).fused]
+    assert patterns.count("linear in nf4 with LoRA of rank 4") == patterns.count("linear in nf4") == 2 * 2  # k, v
     with torch.set_grad_enabled(training):
         assert_same(model, fused, inputs)
     assert ops.count("backward") == (2 * 2 + MLPS if training else 0)
