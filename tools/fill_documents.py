@@ -161,6 +161,8 @@ def expect_table() -> str:
     rows.append(("`generate`: Gemma 2B, Llama 8B", gain(*eager), "", f"{gain(*graphs)} (H100)"))
     eager, graphs = generate_gains("h200-generate-static")
     rows.append(("`generate`: Qwen3 30B-A3B, 4 layers", gain(*eager), "", gain(*graphs)))
+    eager, graphs = quantised_models_gains("nf4")
+    rows.append(("decoding: Llama 8B in NF4, 8 layers, over bitsandbytes", gain(*eager), "", gain(*graphs)))
     rows += [(what, steps_gain(found), "", "") for what, found in training_gains().items()]
     rows += [(what, "", "", gain(*found)) for what, found in gains_of_codes().items()]
 
@@ -187,6 +189,9 @@ def training_gains() -> dict[str, list[tuple[float, float]]]:
         "training: BERT-base, GPT-2": [(parts["wall_us"], parts["peak"]) for parts in blocks],
         "training: Llama 1B, 8B, 4 layers": [of_eager(each) for each in llamas],
         "training: Llama with LoRA, no dropout": [of_eager(each) for each in adapted if each["part"] == "step"],
+        "training: QLoRA, Llama 1B, 4 layers, over PEFT": [
+            of_eager(each) for each in run(QUANTISED_MODELS)["results"] if each["shape"][0] == "qlora"
+        ],
         "training: LoRA on experts, over PEFT": [of_eager(each) for each in adapted if each["part"] == "experts"],
     }
 
@@ -468,6 +473,14 @@ def quantised_machine(name: str) -> str:
 
 QUANTISED_MODELS = "h200-quantised-models"
 UNQUANTISED = {"nf4": "bitsandbytes NF4", "fp8-blocks": "decoded FP8"}
+
+
+def quantised_models_gains(kind: str) -> tuple[list[float], list[float]]:
+    """Of decoding, in eager mode and in CUDA graphs."""
+    found = [each for each in run(QUANTISED_MODELS)["results"] if each["format"] == kind]
+    found = [each["providers"] for each in found if each["shape"][0] == "decoding"]
+    eager, graphs = ([of["eager"][key] / of["ours"][key] for of in found] for key in ("wall_us", "graph_us"))
+    return eager, graphs
 
 
 def quantised_models_table() -> str:
