@@ -3,12 +3,13 @@
     python benchmarks/quantised.py                       all cases of this machine's list, in 8 minutes at most
     python benchmarks/quantised.py --quick               tiny sizes, few turns: to see that it runs
     python benchmarks/quantised.py --formats nf4 --rows 1 16
+    python benchmarks/quantised.py --models              whole models: quantised_models.py says which
     python benchmarks/quantised.py --from build/quantised.json   show what such a run has written; measure nothing
 
 `eager` is a gated MLP of bitsandbytes.nn.Linear4bit, or of FP8 and integers what quantised_fp8.py and
 quantised_integers.py say; `ours` is this package with the same weights, and `ours-bf16` with weights of bfloat16. On a
 GPU calls run in CUDA graphs, and weights of a GPU's size take turns, so that none is found in its L2. Writes <out>.json
-and <out>.svg, and prints a table.
+and, of MLPs, <out>.svg, and prints a table.
 """
 
 import argparse
@@ -29,12 +30,15 @@ os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
 
 import bitsandbytes
 import kernels
+import peft
 import plots
 import quantised_fp8
 import quantised_integers
+import quantised_models
 import torch
 import torch.nn.functional as F
 import training
+import transformers
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -50,6 +54,7 @@ TOLERANCES = {"int8": 0.05, "int4": 0.02} | dict.fromkeys(FORMATS, 0.02) | dict.
 PROVIDERS = ("eager", "ours", "ours-bf16")
 WIDTHS = {"cuda": ((4096, 14336), (2048, 8192), (8192, 28672)), "cpu": ((768, 3072),), "quick": ((128, 256),)}
 ROWS = {"cuda": (1, 4, 16, 64, 256, 512, 2048, 8192), "cpu": (1, 16, 256), "quick": (1, 3)}
+VERSIONS = {library.__name__: library.__version__ for library in (bitsandbytes, peft, transformers)}
 L2_BYTES = 60e6  # more than that of any GPU here
 SILU = 4  # the code of the activation
 
@@ -136,19 +141,24 @@ def run(given) -> dict:
         for rows in given.rows or ROWS[kind]
         if form in ("nf4", "fp8-blocks", "int8", "int4") or sizes == WIDTHS[kind][0]
     ]
-    found = {"machine": {**measure.machine(), "bitsandbytes": bitsandbytes.__version__}, "results": []}
+    if given.models:
+        points = quantised_models.points(given.formats)
+    found = {"machine": {**measure.machine(), **VERSIONS}, "results": []}
     clock = training.Clock(given.minutes, len(points))
     with tqdm(points, disable=None) as progress:
-        for rows, width, hidden, form in progress:
-            progress.set_description(f"{rows} {width} {hidden} {form}")
+        for point in progress:
+            progress.set_description(" ".join(map(str, point)))
             clock.next_point()
-            result = {"shape": (rows, width, hidden), "format": form, "providers": {}, "left": {}}
+            result = {"shape": point[:-1], "format": point[-1], "providers": {}, "left": {}}
             try:
                 if (reason := clock.refusal()) is not None:
                     raise TimeoutError(reason)
-                calls = calls_of(rows, width, hidden, form, fused_mlp, given.providers)
-                compare = measure.compare_in_graphs if ON_GPU else measure.compare
-                result["providers"] = compare(calls, given.turns, given.seconds * 1e6)
+                if given.models:
+                    result |= quantised_models.figures(*point, fused_mlp=fused_mlp, given=given)
+                else:
+                    calls = calls_of(*point, fused_mlp, given.providers)
+                    compare = measure.compare_in_graphs if ON_GPU else measure.compare
+                    result["providers"] = compare(calls, given.turns, given.seconds * 1e6)
             except Exception as error:  # the points that are there already are worth more than one that is not
                 result["left"] = {"all": training.words(error)}
             found["results"].append(result)
@@ -165,6 +175,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", choices=list(TOLERANCES), default=list(TOLERANCES))
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
     parser.add_argument("--rows", nargs="+", type=int, help="these, not those of this machine's list")
+    parser.add_argument("--models", action="store_true", help="whole models, not MLPs")
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
     parser.add_argument("--turns", "--rounds", type=int, default=5, help="turns of every provider")
     parser.add_argument("--seconds", type=float, default=0.02, help="length of a turn")
@@ -175,7 +186,8 @@ def main() -> None:
     with torch._dynamo.config.patch(**quantised_fp8.COMPILED):
         found = json.loads(given.source.read_text()) if given.source else run(given)
     training.print_table(found, "quantised weights", plots.quantised_case)
-    plots.quantised(found["results"], found["machine"].get("gpu") or found["machine"]["cpu"], given.out)
+    if not given.models:
+        plots.quantised(found["results"], found["machine"].get("gpu") or found["machine"]["cpu"], given.out)
 
 
 if __name__ == "__main__":

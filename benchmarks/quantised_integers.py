@@ -79,6 +79,7 @@ class Int4MLP(nn.Module):
     def operands(self) -> tuple:
         weights, layouts = [], []
         for name, shape in zip(SIZES, self.shapes, strict=True):
-            weights += [getattr(self, name), getattr(self, f"{name}_scales"), None, None, None]
+            with_zeros = getattr(self, f"{name}_scales").view(torch.int32) | 8  # which are their last bits
+            weights += [getattr(self, name), with_zeros.view(torch.float32), None, None, None]
             layouts += [*shape, 1, GROUP, 0]
         return weights, layouts, [0.0] * 3

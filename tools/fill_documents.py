@@ -69,6 +69,7 @@ def parts() -> dict[str, str]:
         "quantised": quantised_table(QUANTISED),
         "quantised-fp8": quantised_table(FP8),
         "quantised-integers": quantised_table(INTEGERS),
+        "quantised-models": quantised_models_table(),
         "quantised-experts": quantised_experts_table(),
         "unfused": unfused_table(),
         "floors": floors_table(),
@@ -88,6 +89,7 @@ def parts() -> dict[str, str]:
         "quantised-machine": quantised_machine(QUANTISED),
         "quantised-fp8-machine": quantised_machine(FP8),
         "quantised-integers-machine": quantised_machine(INTEGERS),
+        "quantised-models-machine": quantised_models_machine(),
         "modules-machines": modules_machines(),
         "experts-machine": experts_machine(),
         "gpu-experts-machine": gpu_experts_machine(),
@@ -159,6 +161,8 @@ def expect_table() -> str:
     rows.append(("`generate`: Gemma 2B, Llama 8B", gain(*eager), "", f"{gain(*graphs)} (H100)"))
     eager, graphs = generate_gains("h200-generate-static")
     rows.append(("`generate`: Qwen3 30B-A3B, 4 layers", gain(*eager), "", gain(*graphs)))
+    eager, graphs = quantised_models_gains("nf4")
+    rows.append(("decoding: Llama 8B in NF4, 8 layers, over bitsandbytes", gain(*eager), "", gain(*graphs)))
     rows += [(what, steps_gain(found), "", "") for what, found in training_gains().items()]
     rows += [(what, "", "", gain(*found)) for what, found in gains_of_codes().items()]
 
@@ -185,6 +189,9 @@ def training_gains() -> dict[str, list[tuple[float, float]]]:
         "training: BERT-base, GPT-2": [(parts["wall_us"], parts["peak"]) for parts in blocks],
         "training: Llama 1B, 8B, 4 layers": [of_eager(each) for each in llamas],
         "training: Llama with LoRA, no dropout": [of_eager(each) for each in adapted if each["part"] == "step"],
+        "training: QLoRA, Llama 1B, 4 layers, over PEFT": [
+            of_eager(each) for each in run(QUANTISED_MODELS)["results"] if each["shape"][0] == "qlora"
+        ],
         "training: LoRA on experts, over PEFT": [of_eager(each) for each in adapted if each["part"] == "experts"],
     }
 
@@ -461,6 +468,49 @@ def quantised_machine(name: str) -> str:
     return (
         f"{facts['gpu']}, PyTorch {facts['torch']}, {library}SiLU, rows of bfloat16, in CUDA graphs; "
         f"{spread_of(spreads)}."
+    )
+
+
+QUANTISED_MODELS = "h200-quantised-models"
+UNQUANTISED = {"nf4": "bitsandbytes NF4", "fp8-blocks": "decoded FP8"}
+
+
+def quantised_models_gains(kind: str) -> tuple[list[float], list[float]]:
+    """Of decoding, in eager mode and in CUDA graphs."""
+    found = [each for each in run(QUANTISED_MODELS)["results"] if each["format"] == kind]
+    found = [each["providers"] for each in found if each["shape"][0] == "decoding"]
+    eager, graphs = ([of["eager"][key] / of["ours"][key] for of in found] for key in ("wall_us", "graph_us"))
+    return eager, graphs
+
+
+def quantised_models_table() -> str:
+    """Tokens a second of decoding; of a step of QLoRA the time, and the peak of its memory."""
+    rows = []
+    for result in quantised_results(QUANTISED_MODELS):
+        part, batch, *_ = result["shape"]
+        ways, kind = result["providers"], UNQUANTISED[result["format"]]
+        if part == "qlora":
+            eager, ours = ways["eager"], ways["ours"]
+            cells = f"{eager['wall_us'] / 1e3:.1f} ms", gain(eager["wall_us"] / ours["wall_us"]), ""
+            rows.append((f"QLoRA, {kind}, {' x '.join(map(str, result['shape'][1:]))} tokens", *cells))
+            rows.append(("its peak of memory, MiB", f"{eager['peak']:.0f}", f"{ours['peak'] / eager['peak']:.0%}", ""))
+            continue
+        for key, mode in (("wall_us", "eager"), ("graph_us", "CUDA graphs")):
+            eager, ours, wide = (ways[name][key] for name in ("eager", "ours", "ours-bf16"))
+            cells = f"{1e6 * batch / eager:.0f}", gain(eager / ours), gain(eager / wide)
+            rows.append((f"decoding, {kind}, batch {batch}, {mode}", *cells))
+    return documents.table(("model", "as it is, tokens/s", HEADS["ours"], "fused bfloat16"), rows, left=1)
+
+
+def quantised_models_machine() -> str:
+    found = run(QUANTISED_MODELS)
+    facts = found["machine"]
+    ways = [way for each in found["results"] for way in each["providers"].values()]
+    walls, graphs = ([way[f"{key}_spread"] / 2 for way in ways if key in way] for key in ("wall_us", "graph_us"))
+    return (
+        f"{facts['gpu']}, PyTorch {facts['torch']}, bitsandbytes {facts['bitsandbytes']}, transformers "
+        f"{facts['transformers']}, PEFT {facts['peft']}; wall time, {spread_of(walls)}, in CUDA graphs "
+        f"{spread_of(graphs)}."
     )
 
 

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 
 #include "../../torch-ext/ops/plan.h"
 #include "../layers.h"
@@ -55,7 +56,7 @@ std::array<float, 256> values_of(const QuantizedWeight& weight) {
   std::array<float, 256> values;
   for (int i = 0; i < 256; ++i) {
     if (weight.int4()) {
-      values[i] = static_cast<float>(i % 16 - 8);
+      values[i] = static_cast<float>(i % 16);
     } else if (weight.int8()) {
       values[i] = static_cast<float>(static_cast<int8_t>(i));
     } else {
@@ -74,11 +75,13 @@ void decode_rows(const QuantizedWeight& weight, const std::array<float, 256>& va
   for (int64_t row = first; row < last; ++row) {
     const float* const of_row = scales + row / weight.block_rows * weight.blocks_of_row();
     for (int64_t begin = 0; begin < weight.k; begin += weight.block) {
-      const float scale = of_row[begin / weight.block] * weight.factor();
+      const auto bits = std::bit_cast<uint32_t>(of_row[begin / weight.block]), zeros = halves ? kZeroBits : 0;
+      const float scale = std::bit_cast<float>(bits & ~zeros) * weight.factor();
+      const auto zero = static_cast<float>(bits & zeros);
       const int64_t end = std::min(weight.k, begin + weight.block);
       for (int64_t i = row * weight.k + begin; i < row * weight.k + end; ++i) {
         const int code = halves ? data[i / 2] >> i % 2 * 4 & 15 : data[i];
-        out[i] = static_cast<T>(values[code] * scale);
+        out[i] = static_cast<T>((values[code] - zero) * scale);
       }
     }
   }

@@ -107,7 +107,8 @@ CodedPlan choose_tiled(const CodedProblem& p, const Gpu& gpu, const Tile (&tiles
 // Tiled kernels store whole vectors of 16 bytes, and have a scale for a block of k.
 bool takes_tiles(const CodedProblem& p, const Gpu& gpu) {
   return gpu.major == 9 && gpu.minor == 0 && p.n % 8 == 0 && p.m > most_streamed_rows(p.coding, p.gated()) &&
-         p.m <= kMostTiledRows && kCodedBlock << std::min(p.weight.scale_shift, 16) >= tiled_block_k(p.coding);
+         p.m <= most_tiled_rows(p.coding) &&
+         kCodedBlock << std::min(p.weight.scale_shift, 16) >= tiled_block_k(p.coding);
 }
 
 // Scaled kernels have one scale for a block of 128 x 128, or one for each row; they multiply by wgmma, and rows of a

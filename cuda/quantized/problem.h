@@ -3,12 +3,13 @@
 
 #include <cstdint>
 
+#include "../../torch-ext/operands/zero_point.h"
 #include "../gemm/problem.h"
 
 namespace fused_mlp {
 
 // How the values of a weight are coded: one of 16 values, two to a byte, the first in the high half; 0 to 15 in their
-// place, which stand for -8 to 7, the first in the low half; or e4m3, or int8.
+// place, less the zero point of their block, the first in the low half; or e4m3, or int8.
 enum class Coding { kFourBits, kInt4, kFp8, kInt8 };
 
 constexpr bool in_bytes(Coding coding) { return coding == Coding::kFp8 || coding == Coding::kInt8; }

@@ -165,6 +165,61 @@ def test_int4_as_it_is_packed(fused_mlp, device):
         fused_mlp.QuantizedWeight.from_int4(words, scales[:, :1].expand(5, 3))
     with pytest.raises(TypeError, match=r"torch.uint8 or torch.int32"):
         fused_mlp.QuantizedWeight.from_int4(words.float(), scales)
+    zeros = torch.randint(17, scales.shape, device=device)
+    found = fused_mlp.QuantizedWeight.from_int4(words, scales, zeros)
+    wanted = (codes.float() - zeros.repeat_interleave(64, 1)) * scales.float().repeat_interleave(64, 1)
+    assert torch.equal(found.dequantize(), wanted)
+    with pytest.raises(ValueError, match="zeros must be 0 to 16, got 8 to 17"):
+        fused_mlp.QuantizedWeight.from_int4(words, scales, torch.arange(8, 18, device=device).view(5, 2))
+    with pytest.raises(ValueError, match=r"or integers \[5, 2\]"):
+        fused_mlp.QuantizedWeight.from_int4(words, scales, zeros[:1])
+
+
+def packed(values, order):
+    """Words of eight values of four bits of a row, where the one at place i of a word is that of column order[i]."""
+    shifts = torch.arange(0, 32, 4, device=values.device)
+    return (values.view(values.shape[0], -1, 8)[..., order].long() << shifts).sum(-1).to(torch.int32)
+
+
+@pytest.fixture
+def checkpoint(device):
+    """Values, zero points and scales of a layer [24, 128], in groups of 32; all as a checkpoint has them, [in, out]."""
+    values, zeros = torch.randint(16, (128, 24), device=device), torch.randint(1, 16, (4, 24), device=device)
+    scales = (torch.rand(4, 24, device=device) + 0.5).half()
+    wide = ((values - zeros.repeat_interleave(32, 0)) * scales.float().repeat_interleave(32, 0)).t()
+    return values, zeros, scales, wide
+
+
+@pytest.mark.parametrize("checkpoint_format", ["gptq", "gptq_v2"])
+def test_weights_of_gptq(fused_mlp, device, checkpoint, checkpoint_format):
+    values, zeros, scales, wanted = checkpoint
+    order, groups = list(range(8)), torch.arange(128, device=device, dtype=torch.int32) // 32
+    qweight = packed(values.t().contiguous(), order).t().contiguous()
+    qzeros = packed(zeros - (1 if checkpoint_format == "gptq" else 0), order)
+    given = qweight, qzeros, scales
+    for g_idx in (None, groups):
+        found = fused_mlp.QuantizedWeight.from_gptq(*given, g_idx, checkpoint_format)
+        assert (found.shape, found.block) == ((24, 128), (1, 32))
+        assert torch.equal(found.dequantize(), wanted)
+    with pytest.raises(ValueError, match="adjacent groups"):
+        fused_mlp.QuantizedWeight.from_gptq(*given, groups.flip(0))
+    with pytest.raises(ValueError, match="checkpoint_format must be gptq or gptq_v2, got 'marlin'"):
+        fused_mlp.QuantizedWeight.from_gptq(*given, checkpoint_format="marlin")
+    with pytest.raises(ValueError, match="with out = 24"):
+        fused_mlp.QuantizedWeight.from_gptq(qweight, qzeros[:3], scales)
+
+
+def test_weights_of_awq(fused_mlp, checkpoint):
+    values, zeros, scales, wanted = checkpoint
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    qweight, qzeros = packed(values, order), packed(zeros, order)
+    found = fused_mlp.QuantizedWeight.from_awq(qweight, qzeros, scales)
+    assert (found.shape, found.block) == ((24, 128), (1, 32))
+    assert torch.equal(found.dequantize(), wanted)
+    with pytest.raises(TypeError, match=r"qweight must be a tensor \[in, out / 8\] of torch.int32"):
+        fused_mlp.QuantizedWeight.from_awq(qweight.float(), qzeros, scales)
+    with pytest.raises(ValueError, match="with out = 24"):
+        fused_mlp.QuantizedWeight.from_awq(qweight, qzeros[:, :2], scales)
 
 
 # Values and gradients.

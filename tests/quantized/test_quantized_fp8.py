@@ -114,6 +114,24 @@ def test_values(fused_mlp, device, ops, own, kind, block):
     assert (ops, own) == (["packed"] * MLPS, [])
 
 
+@torch.no_grad()
+def test_layers_alone(fused_mlp, device, ops, own, monkeypatch):
+    """Up to as many rows as an MLP's; more are left."""
+    monkeypatch.setattr(sys.modules[f"{fused_mlp.__name__}.models.running.adapted"], "_LEAST_ELEMENTS", 0)
+    monkeypatch.setattr(sys.modules[f"{fused_mlp.__name__}.models.running.adapted"], "_LEAST_WEIGHTS", 0)
+    layer = layer_of(fused_mlp, nn.Linear(256, 128)).to(device).requires_grad_(False)
+    fused = copy.deepcopy(nn.Sequential(layer))
+    report = fused_mlp.fuse_mlps(fused)
+    assert [module.pattern for module in report.fused] == [f"linear in fp8 up to {most_rows()} rows"]
+    for rows, is_fused in ((1, True), (most_rows(), True), (most_rows() + 1, False)):
+        x = torch.randn(rows, 256, device=device, dtype=layer.bias.dtype)
+        expected = layer(x)
+        own.clear()
+        ops.clear()
+        assert_close([fused(x)], [expected], tolerance(device))
+        assert (len(ops), len(own)) == ((1, 0) if is_fused else (0, 1))
+
+
 def other_weight(layer):
     layer.weight = nn.Parameter(layer.weight.flip(0).contiguous(), requires_grad=False)
 
@@ -145,7 +163,7 @@ CHANGES = {
     "hook": (lambda layer: layer.register_forward_hook(lambda module, given, output: output * 2), False, 3),
     "decoded": (decoded, False, 2),
     "static": (static, False, 3),
-    "powers of two": (of_powers, False, 3),
+    "powers of two": (of_powers, True, 0),
     "another block": (of_another_block, False, 3),
 }
 

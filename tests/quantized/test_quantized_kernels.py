@@ -77,6 +77,9 @@ class Blocked:
         grid = -(-n // block[0]), -(-k // block[1])
         typical = {"fp8": 150, "int8": 74 / 127, "int4": 4.6}[format]  # values of codes, those of int8 over 127
         self.scales = (0.5 + torch.rand(grid, device=device)) * max(k, 1) ** -0.5 / typical
+        if format == "int4":  # the last bits are the zero points
+            bits = self.scales.view(torch.int32) & ~31
+            self.scales = (bits | torch.randint(17, grid, device=device, dtype=torch.int32)).view(torch.float32)
 
     @classmethod
     def drawn(cls, draw: random.Random, n: int, k: int, rows: int, device, format: str):
@@ -102,10 +105,12 @@ class Blocked:
     def decoded(self, dtype: torch.dtype) -> Tensor:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         rows, columns = (torch.arange(count, device=self.data.device) for count in (self.n, self.k))
-        scales = self.scales.to(wide)[rows // self.block[0]][:, columns // self.block[1]]
-        values = self.data
+        stored = self.scales[rows // self.block[0]][:, columns // self.block[1]]
+        scales, values = stored.to(wide), self.data
         if self.format == "int4":
-            values = torch.stack((self.data % 16, self.data // 16), -1).view(self.n, self.k).to(wide) - 8
+            bits = stored.view(torch.int32)
+            scales = (bits & ~31).view(torch.float32).to(wide)
+            values = torch.stack((self.data % 16, self.data // 16), -1).view(self.n, self.k).to(wide) - (bits & 31)
         if self.format == "int8":
             scales = scales * torch.tensor(1 / 127, dtype=torch.float32, device=scales.device).to(wide)
         return (values.to(wide) * scales).to(dtype)

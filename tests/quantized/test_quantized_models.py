@@ -222,18 +222,52 @@ def test_a_mixture(fused_mlp, device, ops):
     assert ops == ["forward"] * MLPS + ["backward"] * MLPS
 
 
-@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-def test_layers_alone(fused_mlp, device, ops, training, monkeypatch):
-    """An attention's projections, whose adapters are part of their op."""
+@pytest.fixture
+def small_layers(fused_mlp, monkeypatch):
+    """On a CPU too, layers by themselves are fused whatever their size is."""
     running = importlib.import_module(f"{fused_mlp.__name__}.models.running.adapted")
     monkeypatch.setattr(running, "_LEAST_ELEMENTS", 0)
     monkeypatch.setattr(running, "_LEAST_WEIGHTS", 0)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_layers_alone(fused_mlp, device, ops, training, small_layers):
+    """An attention's projections, whose adapters are part of their op."""
     options = {"adapted": True, "everything": True, "target_modules": ["q_proj", "o_proj"]}
     model, fused, inputs = pair(fused_mlp, "Llama", device, **options)
     assert fused_mlp.explain(fused.base_model.model.model.layers[0].self_attn.q_proj).implementation == "fused"
+    patterns = [module.pattern for module in fused_mlp.fuse_mlps(fused).fused]
+    assert patterns.count("linear in nf4 with LoRA of rank 4") == patterns.count("linear in nf4") == 2 * 2  # k, v
     with torch.set_grad_enabled(training):
         assert_same(model, fused, inputs)
     assert ops.count("backward") == (2 * 2 + MLPS if training else 0)
+
+
+def test_layers_alone_without_adapters(fused_mlp, device, ops, small_layers):
+    """An attention's projections: in inference they are one op each, and under autograd bitsandbytes' own."""
+    model, fused, inputs = pair(fused_mlp, "Llama", device, everything=True)
+    layer = fused.model.layers[0].self_attn.q_proj
+    assert [part.pattern for part in fused_mlp.explain(layer).parts] == ["linear in nf4"]
+    plain = decoded(fused_mlp, model)
+    alike(lambda each: each.eval(), model, fused, plain)
+    with torch.no_grad():
+        assert_close(run(fused, inputs), run(plain, inputs), tolerance(device))
+        assert ops == ["packed"] * (4 + 1) * MLPS
+        ops.clear()
+        other = layer_4bit(nn.Linear(64, 64, device=device), layer.compute_dtype, format="fp4")
+        layer.weight, x = other.weight, torch.randn(3, 64, device=device, dtype=layer.compute_dtype)
+        wanted = x @ fused_mlp.QuantizedWeight.from_bitsandbytes(layer.weight).dequantize(x.dtype).t()
+        assert_close([layer(x)], [wanted if layer.bias is None else wanted + layer.bias], tolerance(device))
+        assert ops == ["packed"]
+        layer.register_forward_pre_hook(lambda module, given: None)  # bitsandbytes' own runs
+        layer(x)
+        assert ops == ["packed"]
+    model, fused, inputs = pair(fused_mlp, "Llama", device, everything=True)
+    for each in (model, fused):
+        each.get_input_embeddings().requires_grad_(True)
+    ops.clear()
+    assert_same(model, fused, inputs)
+    assert ops == ["forward"] * MLPS + ["backward"] * MLPS
 
 
 # Guards.

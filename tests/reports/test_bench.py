@@ -179,11 +179,11 @@ def test_a_run_on_this_machine(monkeypatch, capsys, tmp_path, quick_facts):
 
 
 def results(monkeypatch, benchmark, out, *arguments):
-    """The file that a run of a benchmark writes; it prints its table and draws its plots."""
+    """The file that a run of a benchmark writes; it prints its table and draws its plots, but for those of models."""
     quick = ("--rounds", "1", "--seconds", "0.0005", "--out", str(out))
     monkeypatch.setattr(sys, "argv", [f"{benchmark.__name__}.py", *arguments, *quick])
     benchmark.main()
-    assert out.with_suffix(".svg").exists()
+    assert out.with_suffix(".svg").exists() or "--models" in arguments
     return json.loads(out.with_suffix(".json").read_text())["results"]
 
 
@@ -224,6 +224,15 @@ def test_a_run_of_quantised(monkeypatch, tmp_path, quick_facts):
     assert [result["format"] for result in found] == [form for form in quantised.TOLERANCES for _ in range(2)]
     assert not any(result["left"] for result in found)
     assert all(result["providers"].keys() == set(quantised.PROVIDERS) for result in found)
+
+
+def test_a_run_of_quantised_models(monkeypatch, tmp_path, quick_facts):
+    """Logits and losses do not differ."""
+    found = results(monkeypatch, quantised, tmp_path / "run", "--quick", "--models", "--formats", "nf4")
+    assert [result["shape"][:2] for result in found] == [["decoding", 1], ["decoding", 16], ["qlora", 4]]
+    assert not any(result["left"] for result in found)
+    ways = set(quantised.PROVIDERS)
+    assert [set(result["providers"]) for result in found] == [ways, ways, ways - {"ours-bf16"}]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@
 
 #include "../operands/matrix.h"
 #include "../operands/operands.h"
+#include "../operands/zero_point.h"
 #include "../torch_binding.h"
 
 // Quantised weights as their libraries hold them: the operands of the ops, and their checks.
@@ -14,9 +15,10 @@ namespace fused_mlp {
 
 // A weight [n, k] of one of these formats.
 //
-// FP8, int8 and int4: data is e4m3; int8; or bytes, where element i of a row, whose k is even, is 8 more than its
-// value, in the low half of byte i / 2 where i is even, and else in the high one. Scales are float32, one for each
-// block of block_rows x block elements, row by row; those of int8 are divided by nested_block.
+// FP8, int8 and int4: data is e4m3; int8; or bytes, where element i of a row, whose k is even, is the low half of byte
+// i / 2 where i is even, and else the high one. Scales are float32, one for each block of block_rows x block elements,
+// row by row; those of int8 are divided by nested_block. The last bits of those of int4 are no part of them, but the
+// zero point of the block, 0 to 16: an element stands for its bits less that.
 //
 // 4 bits: element i, counted through the rows, is the high half of byte i / 2 where i is even, and else the low one. It
 // is decoded as (code[c] * scale) rounded to a dtype, and belongs to block i / block; block_rows is 1. A block's scale

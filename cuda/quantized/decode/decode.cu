@@ -40,12 +40,16 @@ namespace {
 template <Coding kCoding>
 cudaError_t launch_blocked(const BlockedElements& weight, void* out, DType dtype, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>(ceil_div(weight.n * weight.k, kThreads * kCodes * kVectors));
-  const bool vectors = weight.k % kCodes == 0 && (weight.block % kCodes == 0 || weight.block >= weight.k) &&
+  const dim3 grid(static_cast<unsigned>(ceil_div(weight.n, kRows)),
+                  static_cast<unsigned>(ceil_div(weight.k, kRowVectors * kCodes)));
+  constexpr int64_t kMost = 1 << 25;  // columns of whole vectors that the grid takes
+  const bool vectors = weight.k % kCodes == 0 && weight.k <= kMost &&
+                       (weight.block % kCodes == 0 || weight.block >= weight.k) &&
                        reinterpret_cast<uintptr_t>(weight.data) % vector_bytes(kCoding) == 0 &&
                        reinterpret_cast<uintptr_t>(out) % kVectorBytes == 0;
   return visit_dtype(dtype, [&]<typename T>(T*) {
     if (vectors) {
-      decode_blocked_vectors_kernel<T, kCoding><<<blocks, kThreads, 0, stream>>>(weight, static_cast<T*>(out));
+      decode_blocked_vectors_kernel<T, kCoding><<<grid, kThreads, 0, stream>>>(weight, static_cast<T*>(out));
     } else {
       decode_blocked_kernel<T, kCoding><<<blocks, kThreads, 0, stream>>>(weight, static_cast<T*>(out));
     }
@@ -77,7 +81,7 @@ cudaError_t launch_unnest(const NestedScales (&nested)[kMostNested], cudaStream_
     most = std::max(most, nested[i].count);
   }
   if (most == 0) return cudaSuccess;
-  const dim3 grid(static_cast<unsigned>(ceil_div(most, kThreads)), kMostNested);
+  const dim3 grid(static_cast<unsigned>(ceil_div(most, kThreads * kScales)), kMostNested);
   unnest_kernel<<<grid, kThreads, 0, stream>>>(all);
   return cudaGetLastError();
 }

@@ -5,6 +5,7 @@
 
 #include "../../vector.cuh"
 #include "decode.h"
+#include "integers.cuh"
 
 namespace fused_mlp::decoding {
 constexpr int kThreads = 256;
@@ -84,31 +85,42 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(CodedElements weight, 
 
 constexpr int vector_bytes(Coding coding) { return kCodes * block_bytes(coding) / kCodedBlock; }
 
-// The value of the lowest bits.
+// The value of the lowest bits. That of int4 is less a zero point.
 template <Coding kCoding>
-__device__ __forceinline__ float value_of(uint32_t bits) {
-  if constexpr (kCoding == Coding::kInt4) return static_cast<float>(static_cast<int>(bits & 15) - 8);
+__device__ __forceinline__ float value_of(uint32_t bits, uint32_t zero) {
+  if constexpr (kCoding == Coding::kInt4)
+    return static_cast<float>(static_cast<int>(bits & 15) - static_cast<int>(zero));
   if constexpr (kCoding == Coding::kInt8) return static_cast<float>(static_cast<int8_t>(bits));
   return __half2float(__half(__nv_cvt_fp8_to_halfraw(static_cast<uint8_t>(bits), __NV_E4M3)));
 }
 
-// Vectors of 8 values, each within a row and a block.
+// Vectors of 8 values, each within a row and a block. A warp has kVectors of each lane, of one row: so it divides once.
+constexpr int kRows = kThreads / 32, kRowVectors = 32 * kVectors;  // of a CTA, of a warp
+
 template <typename T, Coding kCoding>
 __global__ void __launch_bounds__(kThreads) decode_blocked_vectors_kernel(BlockedElements weight, T* out) {
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads * kVectors + threadIdx.x;
-  const int64_t of_row = weight.k / kCodes, vectors = weight.n * of_row;
-  const int64_t blocks = ceil_div(weight.k, weight.block);
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / 32;
+  if (row >= weight.n) return;
+  const int first = blockIdx.y * kRowVectors + threadIdx.x % 32, of_row = static_cast<int>(weight.k / kCodes);
+  const auto vectors_of_block = static_cast<uint32_t>(min(weight.block, weight.k) / kCodes);
+  const float* const scales = weight.scales + row / weight.block_rows * ceil_div(weight.k, weight.block);
+  constexpr int kWords = vector_bytes(kCoding) / 4, kOfWord = kCodes / kWords;
+  const auto* const data = reinterpret_cast<const uint32_t*>(weight.data) + row * of_row * kWords;
+  uint32_t words[kVectors][kWords];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    const int64_t vector = first + i * kThreads;
-    if (vector >= vectors) continue;
-    const int64_t row = vector / of_row, column = vector % of_row * kCodes;
-    const float scale = __ldg(weight.scales + row / weight.block_rows * blocks + column / weight.block) * weight.factor;
-    constexpr int kWords = vector_bytes(kCoding) / 4, kOfWord = kCodes / kWords;
-    uint32_t words[kWords];
+    const int vector = first + i * 32;
+    if (vector >= of_row) continue;
 #pragma unroll
-    for (int j = 0; j < kWords; ++j)
-      words[j] = __ldg(reinterpret_cast<const uint32_t*>(weight.data) + vector * kWords + j);
+    for (int j = 0; j < kWords; ++j) words[i][j] = __ldg(data + vector * kWords + j);
+  }
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int vector = first + i * 32;
+    if (vector >= of_row) continue;
+    float scale = __ldg(scales + static_cast<uint32_t>(vector) / vectors_of_block);
+    const uint32_t zero = kCoding == Coding::kInt4 ? take_zero(scale) : 0;
+    scale *= weight.factor;
     constexpr int kWidth = kVectorBytes / sizeof(T);
 #pragma unroll
     for (int part = 0; part < kCodes; part += kWidth) {
@@ -116,9 +128,9 @@ __global__ void __launch_bounds__(kThreads) decode_blocked_vectors_kernel(Blocke
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
         const int code = part + j;
-        elements[j] = value_of<kCoding>(words[code / kOfWord] >> code % kOfWord * (32 / kOfWord)) * scale;
+        elements[j] = value_of<kCoding>(words[i][code / kOfWord] >> code % kOfWord * (32 / kOfWord), zero) * scale;
       }
-      store<T, kWidth>(out + vector * kCodes + part, elements);
+      store<T, kWidth>(out + (row * of_row + vector) * kCodes + part, elements);
     }
   }
 }
@@ -129,20 +141,40 @@ __global__ void __launch_bounds__(kThreads) decode_blocked_kernel(BlockedElement
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * kOfCta, end = min(weight.n * weight.k, begin + kOfCta);
   const int64_t blocks = ceil_div(weight.k, weight.block);
   for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) {
-    const float scale = __ldg(weight.scales + i / weight.k / weight.block_rows * blocks + i % weight.k / weight.block);
+    float scale = __ldg(weight.scales + i / weight.k / weight.block_rows * blocks + i % weight.k / weight.block);
+    const uint32_t zero = kCoding == Coding::kInt4 ? take_zero(scale) : 0;
     constexpr bool kHalves = kCoding == Coding::kInt4;
     const uint32_t bits = weight.data[kHalves ? i / 2 : i] >> (kHalves ? i % 2 * 4 : 0);
-    out[i] = from_float<T>(value_of<kCoding>(bits) * (scale * weight.factor));
+    out[i] = from_float<T>(value_of<kCoding>(bits, zero) * (scale * weight.factor));
   }
 }
+
+constexpr int kScales = 4;  // of a thread
 
 struct AllNested {
   NestedScales of[kMostNested];
 };
 __global__ void __launch_bounds__(kThreads) unnest_kernel(const __grid_constant__ AllNested all) {
   const NestedScales& nested = all.of[blockIdx.y];
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (i < nested.count) nested.out[i] = scale_of<true>(nested.scales, i);
+  const int64_t first = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kScales;
+  if (first >= nested.count) return;
+  const CodedScales& scales = nested.scales;
+  const auto* const codes = static_cast<const uint8_t*>(scales.scales) + first;
+  const bool whole = first + kScales <= nested.count && scales.nested_block % kScales == 0 &&
+                     reinterpret_cast<uintptr_t>(codes) % kScales == 0;
+  if (!whole) {
+    for (int64_t i = first; i < min(nested.count, first + kScales); ++i) nested.out[i] = scale_of<true>(scales, i);
+    return;
+  }
+  const uint32_t four = __ldg(reinterpret_cast<const uint32_t*>(codes));
+  const float of_nested = __ldg(scales.nested_scales + first / scales.nested_block);
+  float values[kScales];
+#pragma unroll
+  for (int i = 0; i < kScales; ++i) {
+    const float of_code = __ldg(scales.nested_code + (four >> i * 8 & 255));
+    values[i] = __fadd_rn(__fmul_rn(of_code, of_nested), scales.offset);
+  }
+  *reinterpret_cast<float4*>(nested.out + first) = make_float4(values[0], values[1], values[2], values[3]);
 }
 
 }  // namespace fused_mlp::decoding

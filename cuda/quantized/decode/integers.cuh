@@ -43,29 +43,38 @@ struct Int8Values : Integers<Element> {
   }
 };
 
-// int4, as PairTable decodes: 0 to 15 stand for -8 to 7, the first of a byte in its low half.
+// Takes the zero point out of a scale of int4.
+__device__ __forceinline__ uint32_t take_zero(float& scale) {
+  const uint32_t bits = __float_as_uint(scale);
+  scale = __uint_as_float(bits & ~kZeroBits);
+  return bits & kZeroBits;
+}
+
+// int4, as PairTable decodes: 0 to 15 less a zero point of 0 to 16, the first of a byte in its low half.
 template <typename Element>
 struct Int4Decoder : Integers<Element> {
   using Base = Integers<Element>;
   static constexpr int kBytes = 0;
-  // The second value of a pair lies three bits higher: (1, 1/8), and what both sums are then too large by.
+  // The second value of a pair lies three bits higher: (1, 1/8), and what both sums are then too large by, where the
+  // zero point is 0. In both of its halves a zero point has a place in the mantissa.
   static constexpr uint32_t kFactors = Base::kHalf ? 0x30003C00u : 0x3E003F80u;
-  static constexpr uint32_t kExcess = Base::kHalf ? 0xD840E408u : 0xC1C0C308u;
+  static constexpr uint32_t kExcess = Base::kHalf ? 0xD800E400u : 0xC180C300u, kPlaces = 0x00080001u;
 
   template <int kThreads>
   static __device__ __forceinline__ float fill(uint8_t*, const CodedWeight& weight) {
     return weight.factor;
   }
 
-  static __device__ __forceinline__ void decode_16(uint32_t (&pairs)[8], const uint8_t*, const uint8_t* codes) {
+  static __device__ __forceinline__ void decode_16(uint32_t (&pairs)[8], const uint8_t* codes, uint32_t zero) {
     const uint2 words = *reinterpret_cast<const uint2*>(codes);
-    decode_8(pairs, words.x);
-    decode_8(pairs + 4, words.y);
+    const uint32_t excess = zero * kPlaces + kExcess;
+    decode_8(pairs, words.x, excess);
+    decode_8(pairs + 4, words.y, excess);
   }
 
  private:
-  static __device__ __forceinline__ void decode_8(uint32_t* pairs, uint32_t word) {
-    const uint32_t shifted = word >> 1, factors = kFactors, excess = kExcess;
+  static __device__ __forceinline__ void decode_8(uint32_t* pairs, uint32_t word, uint32_t excess) {
+    const uint32_t shifted = word >> 1, factors = kFactors;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t both = __byte_perm(word, shifted, 0x4400 + i * 0x1111);

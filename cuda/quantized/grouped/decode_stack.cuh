@@ -52,35 +52,66 @@ __global__ void __launch_bounds__(kThreads) decode_stack_kernel(StackElements we
   }
 }
 
-// The same of rows of whole vectors, each of which lies within a block: they are read and written at once.
-template <typename T>
+// Eight values of e4m3, or of e2m1, as float.
+template <StackCoding kCoding>
+__device__ __forceinline__ void values_of(uint2 words, float (&values)[kVector]) {
+#pragma unroll
+  for (int i = 0; i < kVector; i += 2) {
+    __half2 pair;
+    if constexpr (kCoding == StackCoding::kFp8) {
+      const auto bits = static_cast<__nv_fp8x2_storage_t>((i < 4 ? words.x : words.y) >> i % 4 * 8);
+      pair = __half2(__nv_cvt_fp8x2_to_halfraw2(bits, __NV_E4M3));
+    } else {  // sign, exponent and mantissa go to their places in float16, whose exponent has another bias
+      const uint32_t byte = words.x >> i * 4 & 255, both = byte | byte << 12;
+      const uint32_t bits = (both & 0x00070007u) << 9 | (both & 0x00080008u) << 12, factor = 0x74007400u;  // 2^14
+      pair = __hmul2(*reinterpret_cast<const __half2*>(&bits), *reinterpret_cast<const __half2*>(&factor));
+    }
+    const float2 wide = __half22float2(pair);
+    values[i] = wide.x;
+    values[i + 1] = wide.y;
+  }
+}
+
+// The same of rows of whole vectors, each of which lies within a block. A warp has kVectors of each lane, of one row:
+// so it divides once.
+constexpr int kVectors = 4, kRows = kThreads / 32, kRowVectors = 32 * kVectors;  // of a lane, of a CTA, of a warp
+
+template <typename T, StackCoding kCoding>
 __global__ void __launch_bounds__(kThreads) decode_stack_vectors_kernel(StackElements weight, T* out) {
-  const int64_t of_row = weight.k / kVector, vectors = weight.experts * weight.rows * of_row;
-  const int64_t scales_of_row = ceil_div(weight.k, weight.block);
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / 32;
+  if (row >= weight.experts * weight.rows) return;
+  const int first = blockIdx.y * kRowVectors + threadIdx.x % 32, of_row = static_cast<int>(weight.k / kVector);
+  const auto vectors_of_block = static_cast<uint32_t>(min(weight.block, weight.k) / kVector);
   const int64_t blocks_of_expert = ceil_div(weight.rows, weight.block_rows);
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (i >= vectors) return;
-  const int64_t row = i / of_row, column = i % of_row * kVector;
   const int64_t block_row = row / weight.rows * blocks_of_expert + row % weight.rows / weight.block_rows;
-  const float scale = scale_of(weight, block_row * scales_of_row + column / weight.block);
-  constexpr int kWidth = kVectorBytes / sizeof(T);
-  uint2 words{};
-  if (weight.coding == StackCoding::kFp8) {
-    words = __ldg(reinterpret_cast<const uint2*>(weight.data) + i);
-  } else {
-    words.x = __ldg(reinterpret_cast<const uint32_t*>(weight.data) + i);
+  const int64_t scales = block_row * ceil_div(weight.k, weight.block);
+  uint2 words[kVectors];
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int vector = first + i * 32;
+    if (vector >= of_row) continue;
+    const int64_t at = row * of_row + vector;
+    if constexpr (kCoding == StackCoding::kFp8) {
+      words[i] = __ldg(reinterpret_cast<const uint2*>(weight.data) + at);
+    } else {
+      words[i].x = __ldg(reinterpret_cast<const uint32_t*>(weight.data) + at);
+    }
   }
 #pragma unroll
-  for (int part = 0; part < kVector; part += kWidth) {
-    float values[kWidth];
+  for (int i = 0; i < kVectors; ++i) {
+    const int vector = first + i * 32;
+    if (vector >= of_row) continue;
+    const float scale = scale_of(weight, scales + static_cast<uint32_t>(vector) / vectors_of_block);
+    float values[kVector];
+    values_of<kCoding>(words[i], values);
+    constexpr int kWidth = kVectorBytes / sizeof(T);
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      const int at = part + j;
-      const float value = weight.coding == StackCoding::kFp8 ? fp8_value((at < 4 ? words.x : words.y) >> at % 4 * 8)
-                                                             : fp4_value(words.x >> at * 4);
-      values[j] = value * scale;
+    for (int part = 0; part < kVector; part += kWidth) {
+      float scaled[kWidth];
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) scaled[j] = values[part + j] * scale;
+      store<T, kWidth>(out + (row * of_row + vector) * kVector + part, scaled);
     }
-    store<T, kWidth>(out + i * kVector + part, values);
   }
 }
 

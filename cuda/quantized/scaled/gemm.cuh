@@ -183,13 +183,12 @@ __device__ __forceinline__ void multiply(const ScaledArgs& args, const ScaledSha
       sm90::wgmma_wait<0>();
       sm90::fence_accumulator(of_block);
       if (half == Gemm::kHalves - 1) {
-        __syncwarp();  // all lanes have read their scales
-        if (lane < args.pair) {
-          if (args.pair > 1) {
-            sm90::mbarrier_arrive_at(shared.empty(at.stage), lane);
-          } else {
-            sm90::mbarrier_arrive(shared.empty(at.stage));
-          }
+        // Each lane has read scales of its own, and says so itself.
+        if (args.pair > 1) {
+          sm90::mbarrier_arrive_at(shared.empty(at.stage), 0);
+          sm90::mbarrier_arrive_at(shared.empty(at.stage), 1);
+        } else {
+          sm90::mbarrier_arrive(shared.empty(at.stage));
         }
       }
       const float by[2] = {of_rows[0] * scale[half], of_rows[1] * scale[half]};
@@ -231,7 +230,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1) scaled_kernel(const __grid_
     sm90::prefetch_tensor_map(&args.out);
     for (int stage = 0; stage < Gemm::kStages; ++stage) {
       sm90::mbarrier_init(shared.full(stage), 1);
-      sm90::mbarrier_init(shared.empty(stage), args.pair * (Gemm::kConsumers / 32));
+      sm90::mbarrier_init(shared.empty(stage), args.pair * Gemm::kConsumers);
     }
     sm90::fence_mbarrier_init();
   }

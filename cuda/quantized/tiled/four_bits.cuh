@@ -2,6 +2,7 @@
 // before.
 #pragma once
 
+#include "../decode/integers.cuh"
 #include "layout.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -21,14 +22,14 @@ class FourBitsDecoder {
     const float* const code = args.of_weight.code;
     for (int i = threadIdx.x; i < 256 * 16; i += Gemm::kThreads) {
       const int high = i / 16 / 16, low = i / 16 % 16;
-      shared.table()[i] =
-          code == nullptr ? make_float2(low - 8, high - 8) : make_float2(__ldg(code + high), __ldg(code + low));
+      shared.table()[i] = code == nullptr ? make_float2(low, high) : make_float2(__ldg(code + high), __ldg(code + low));
     }
   }
 
   __device__ __forceinline__ FourBitsDecoder(const CodedTiledArgs& args, const CodedTiledShared<Gemm>& shared,
                                              int column)
       : rows(args, column),
+        has_zeros_(args.of_weight.code == nullptr),
         shift_(args.of_weight.scale_shift),
         table_(reinterpret_cast<const uint8_t*>(shared.table())),
         copy_(threadIdx.x % 16 * 8),
@@ -83,19 +84,24 @@ class FourBitsDecoder {
       const uint32_t first = weight + row * Gemm::kRowBytes + (row / 4 % 2) * 16;  // the TMA's swizzle of 32 bytes
       const uint4 low = sm80::load_shared_uint4(first), high = sm80::load_shared_uint4(first ^ 16);
       const uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-      const float scale = half == 0 ? scales.x : scales.y;
+      float scale = half == 0 ? scales.x : scales.y, zero = 0.0f;
+      if (has_zeros_) {
+        zero = static_cast<float>(take_zero(scale));
+        zero *= -scale;
+      }
 #pragma unroll
-      for (int i = 0; i < 8; ++i) decoded[i / 2][i % 2 * 2 + half] = pair(words[i], scale);
+      for (int i = 0; i < 8; ++i) decoded[i / 2][i % 2 * 2 + half] = pair(words[i], scale, zero);
     }
   }
 
   // The two elements of the lane's byte of a word.
-  __device__ __forceinline__ uint32_t pair(uint32_t word, float scale) const {
+  __device__ __forceinline__ uint32_t pair(uint32_t word, float scale, float zero) const {
     const uint32_t entry = __funnelshift_r(word, word, turn_) & 255 * Gemm::kEntryBytes;
     const float2 code = *reinterpret_cast<const float2*>(table_ + (entry | copy_));
-    return round_pair<typename Gemm::Element>(code.x * scale, code.y * scale);
+    return round_pair<typename Gemm::Element>(fmaf(code.x, scale, zero), fmaf(code.y, scale, zero));
   }
 
+  const bool has_zeros_;  // int4
   const int shift_;
   const uint8_t* const table_;
   const uint32_t copy_, turn_;

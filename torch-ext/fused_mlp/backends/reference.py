@@ -116,6 +116,9 @@ def norm(x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
     return normed.to(x.dtype)
 
 
+_ZERO_BITS = 31  # of a scale of int4
+
+
 def quantized_decode(
     weight: Sequence[Optional[Tensor]], layout: Sequence[int], offset: float, dtype: torch.dtype
 ) -> Tensor:
@@ -126,7 +129,9 @@ def quantized_decode(
         grid = scales.view(-(-out // block_rows), -(-width // block))
         wide = grid.repeat_interleave(block_rows, 0)[:out].repeat_interleave(block, 1)[:, :width]
         if data.dtype is torch.uint8:
-            data = torch.stack((data & 15, data >> 4), dim=-1).float() - 8
+            bits = wide.view(torch.int32)
+            data = torch.stack((data & 15, data >> 4), dim=-1).view(out, width) - (bits & _ZERO_BITS)
+            wide = (bits & ~_ZERO_BITS).view(torch.float32)
         wide = wide * (1 / nested_block) if data.dtype is torch.int8 else wide
         return (data.view(out, width).float() * wide).to(dtype)
     if nested_scales is not None:

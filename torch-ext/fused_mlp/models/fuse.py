@@ -23,7 +23,7 @@ from .experts import blocks, mixtures, routers, wrappers
 from .methods import switching
 from .outcome import Outcome, Reason
 from .parts import adapters
-from .reading.attributes import FUSED, finder_of, method_in, modules_of, state_of, written
+from .reading.attributes import FUSED, children_of, finder_of, method_in, modules_of, state_of, written
 from .report import FusionReport, of_module
 from .rewriting import detection, endings, rewriter
 from .running import adapted, normed, shortcut
@@ -62,12 +62,14 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.K
     scripted = set()  # by id: those inside of a compiled one
     first_modules, second_modules = set(), set()  # by id: of split MLPs that are fused
     around: Dict[int, str] = {}  # by id: MLPs that are fused with their block
-    inner = set()  # by id: layers of MLPs that are fused
+    inner = set()  # by id: layers of MLPs that are fused, and what adapters are around
     with switching.lock:
         modules = list(modules_of(model))
         before = [(module, switching.saved(module)) for _, module in modules]
         try:
             for path, module in modules:
+                if adapters.is_adapted(module):
+                    inner.update(map(id, children_of(module).values()))
                 if id(module) in scripted or (id(module) in inner and _is_read_with_others(module)):
                     continue
                 if issubclass(type(module), torch.jit.ScriptModule):
@@ -118,8 +120,9 @@ def layers_in(module: nn.Module) -> List[nn.Module]:
 
 
 def _is_read_with_others(module: nn.Module) -> bool:
-    """True for a layer with adapters, or experts' wrapper, that has no method of its own inside of what is fused."""
-    return adapters.is_adapted(module) or wrappers.is_wrapper(module)
+    """True for a layer with adapters or a quantised weight, or a wrapper of experts, which has no method of its own
+    inside of what is fused."""
+    return adapters.is_known(module) or wrappers.is_wrapper(module)
 
 
 def blocks_around(module: nn.Module) -> Dict[int, str]:

@@ -27,7 +27,7 @@ _VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 
 # Up to so many rows an expert, on average, kernels read the codes; before more rows weights are decoded (measured on an
 # H200, as is the bound below).
-MOST_ROWS: Dict[str, int] = {"fp8": 64, "mxfp4": 128}
+MOST_ROWS: Dict[str, int] = {"fp8": 64, "mxfp4": 80}
 # Up to so many, x is multiplied as it is; of more rows Hopper's kernels round it to FP8, where they take the weights.
 MOST_EXACT_ROWS = 12
 

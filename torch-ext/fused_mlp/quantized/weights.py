@@ -48,7 +48,8 @@ class QuantizedWeight(NamedTuple):
     ``divisor``, which is 127 where they are the largest values of their blocks.
 
     Of format ``"int4"`` the same holds for ``data`` of uint8, ``[out, in / 2]``: two values in an element, the first in
-    its lower bits, each 8 more than what it stands for. Kernels of few rows take blocks of a row whose columns are 64
+    its lower bits, each more than what it stands for by the zero point of its block. The last five bits of a scale are
+    that zero point, 0 to 16, and no part of the scale. Kernels of few rows take blocks of a row whose columns are 64
     times a power of two.
 
     Of formats ``"nf4"`` and ``"fp4"``, ``data`` is uint8, contiguous, of any shape: two values in an element, row by
@@ -115,12 +116,13 @@ class QuantizedWeight(NamedTuple):
         return cls(weight.detach(), _detached(scales), shape, "int8", block, divisor=divisor)
 
     @classmethod
-    def from_int4(cls, weight: Tensor, scales: Tensor) -> QuantizedWeight:
-        """That of values of -8 to 7 in groups of a row, which shares the memory of ``weight``.
+    def from_int4(cls, weight: Tensor, scales: Tensor, zeros: Union[int, Tensor] = 8) -> QuantizedWeight:
+        """That of values of 0 to 15, less a zero point, in groups of a row, which shares the memory of ``weight``.
 
-        ``weight`` is uint8 ``[out, in / 2]`` or int32 ``[out, in / 8]``: values plus 8, the first of an element in its
-        lowest bits, as compressed-tensors packs them (``weight_packed``). ``scales`` is ``[out, groups]``; where it is
-        not float32 it is cast once, here.
+        ``weight`` is uint8 ``[out, in / 2]`` or int32 ``[out, in / 8]``, the first value of an element in its lowest
+        bits, as compressed-tensors packs them (``weight_packed``). ``scales`` is ``[out, groups]``, and ``zeros`` one
+        integer of 0 to 16, or a tensor of these, of the shape of the scales. Both are copied once, here, as float32
+        scales of 19 bits, which hold those of 16 bits exactly.
         """
         out, columns = _shape_of("weight", weight)
         if weight.dtype not in (torch.uint8, torch.int32) or not weight.is_contiguous():
@@ -132,8 +134,52 @@ class QuantizedWeight(NamedTuple):
                 f"scales must be [out, groups] with out = {out} and groups that divide in = {width}, "
                 f"got {shape_of(scales)}"
             )
-        data = weight.detach().view(torch.uint8)
-        return cls(data, scales.detach().float().contiguous(), (out, width), "int4", (1, max(1, width // groups)))
+        zeros = torch.as_tensor(zeros, device=scales.device)
+        if zeros.is_floating_point() or (zeros.dim() > 0 and zeros.shape != scales.shape):
+            raise OperandValueError(
+                f"zeros must be an integer, or integers {list(scales.shape)}, got {shape_of(zeros)}"
+            )
+        if zeros.numel() > 0 and not bool(((zeros >= 0) & (zeros <= _MOST_ZERO)).all()):
+            raise OperandValueError(f"zeros must be 0 to {_MOST_ZERO}, got {int(zeros.min())} to {int(zeros.max())}")
+        bits = scales.detach().float().contiguous().view(torch.int32)
+        bits = (bits + _ZERO_BITS // 2 & ~_ZERO_BITS) | zeros.int()
+        data, block = weight.detach().view(torch.uint8), (1, max(1, width // groups))
+        return cls(data, bits.view(torch.float32), (out, width), "int4", block)
+
+    @classmethod
+    def from_gptq(
+        cls,
+        qweight: Tensor,
+        qzeros: Tensor,
+        scales: Tensor,
+        g_idx: Optional[Tensor] = None,
+        checkpoint_format: str = "gptq",
+    ) -> QuantizedWeight:
+        """That of a layer of four bits in a checkpoint of GPTQ, as a copy.
+
+        ``qweight`` is int32 ``[in / 8, out]``, ``qzeros`` int32 ``[groups, out / 8]``, ``scales`` ``[groups, out]``.
+        ``checkpoint_format`` is that of the quantisation's configuration, ``"gptq"`` or ``"gptq_v2"``: the first holds
+        zero points less one. Raises ValueError where ``g_idx``, ``[in]``, has groups that are not adjacent (act-order).
+        """
+        _check_words(qweight, qzeros, scales, "[in / 8, out]")
+        if checkpoint_format not in ("gptq", "gptq_v2"):
+            raise OperandValueError(f"checkpoint_format must be gptq or gptq_v2, got {checkpoint_format!r}")
+        width, groups = qweight.shape[0] * 8, scales.shape[0]
+        if g_idx is not None and not torch.equal(g_idx.int(), _groups(width, groups, g_idx)):
+            raise OperandValueError("g_idx must have adjacent groups, got those of a checkpoint with act-order")
+        zeros = _values_of(qzeros, range(8)) + (1 if checkpoint_format == "gptq" else 0)
+        return cls.from_int4(qweight.detach().t().contiguous(), scales.t(), zeros.t())
+
+    @classmethod
+    def from_awq(cls, qweight: Tensor, qzeros: Tensor, scales: Tensor) -> QuantizedWeight:
+        """That of a layer of four bits in a checkpoint of AWQ (of its version ``gemm``), as a copy.
+
+        ``qweight`` is int32 ``[in, out / 8]``, ``qzeros`` int32 ``[groups, out / 8]``, ``scales`` ``[groups, out]``.
+        """
+        _check_words(qweight, qzeros, scales, "[in, out / 8]")
+        values = _values_of(qweight, _AWQ_ORDER).t()
+        data = values[:, ::2] | values[:, 1::2] << 4
+        return cls.from_int4(data.contiguous(), scales.t(), _values_of(qzeros, _AWQ_ORDER).t())
 
     @property
     def device(self) -> torch.device:
@@ -159,6 +205,33 @@ class QuantizedWeight(NamedTuple):
 
 AnyWeight = Union[Tensor, QuantizedWeight]
 _LARGEST = 127  # value of bitsandbytes' int8
+_ZERO_BITS, _MOST_ZERO = 31, 16  # of a scale of int4
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the places in a word of the values of adjacent columns
+
+
+def _check_words(qweight: Tensor, qzeros: Tensor, scales: Tensor, shape: str) -> None:
+    """Checks the tensors of a checkpoint of GPTQ or AWQ, dtypes and shapes; ``shape`` is that of ``qweight``."""
+    for name, tensor, axes in (("qweight", qweight, shape), ("qzeros", qzeros, "[groups, out / 8]")):
+        if not isinstance(tensor, Tensor) or tensor.dtype != torch.int32 or tensor.dim() != 2:
+            raise OperandTypeError(f"{name} must be a tensor {axes} of torch.int32, got {shape_of(tensor)}")
+    out = qweight.shape[1] * (8 if shape.endswith("out / 8]") else 1)
+    groups, columns = _shape_of("scales", scales)
+    if (groups, columns) != (qzeros.shape[0], out) or qzeros.shape[1] * 8 != out:
+        raise OperandValueError(
+            f"scales must be [groups, out], and qzeros [groups, out / 8], with out = {out} as in a qweight of four "
+            f"bits, got {shape_of(scales)} and {shape_of(qzeros)}"
+        )
+
+
+def _values_of(words: Tensor, order: Iterable[int]) -> Tensor:
+    """The values of words of eight each, ``[rows, 8 words]``, as uint8; ``order`` has their places in a word."""
+    values = [(words >> 4 * place & 15).to(torch.uint8) for place in order]
+    return torch.stack(values, dim=-1).flatten(1)
+
+
+def _groups(width: int, count: int, like: Tensor) -> Tensor:
+    """The groups of columns, where all have as many that are adjacent."""
+    return torch.arange(width, dtype=torch.int32, device=like.device) // max(1, width // max(1, count))
 
 
 def _shape_of(name: str, tensor: Any) -> Tuple[int, int]:

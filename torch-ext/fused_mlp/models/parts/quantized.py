@@ -222,7 +222,7 @@ def _read_fp8(part: nn.Module) -> Union[str, Layer]:
         return f"with a weight of {getattr(weight, 'dtype', type(weight).__name__)}"
     if state.get("activation_scheme") != "dynamic" or held.get("activation_scale") is not None:
         return "with scales for what it is given"
-    if type(scales) is not nn.Parameter or scales.dtype is not torch.float32 or not scales.is_contiguous():
+    if type(scales) is not nn.Parameter or scales.dtype not in _SCALES or not scales.is_contiguous():
         return f"with scales of {getattr(scales, 'dtype', type(scales).__name__)}"
     if bias is not None and type(bias) is not nn.Parameter:
         return f"with a bias of type {type(bias).__name__}"
@@ -235,7 +235,8 @@ def _read_fp8(part: nn.Module) -> Union[str, Layer]:
     refusal = dispatch.quantized_refusal(weight.device, torch.bfloat16) or dispatch.blocked_refusal(out, width, block)
     if refusal is not None:
         return refusal
-    return Layer(quantized.QuantizedWeight(weight.detach(), scales.detach(), (out, width), "fp8", block), bias)
+    floats = scales.detach().float()  # those of e8m0 anew at each call: not every write to a tensor is seen
+    return Layer(quantized.QuantizedWeight(weight.detach(), floats, (out, width), "fp8", block), bias)
 
 
 def _read_int8(part: nn.Module) -> Union[str, Layer]:
@@ -306,6 +307,8 @@ def _in_rows(data: Tensor, scales: Tensor, bias: Optional[Tensor], **options: in
 _READERS = {_INT8: _read_int8, _FP8: _read_fp8, _FP8_ROWS: _read_fp8_rows}
 _PARAMETERS = {"Params4bit", "Parameter"}
 _FIELDS = {"absmax", "shape", "blocksize", "quant_type", "nested", "offset"}
+
+_SCALES = (torch.float32, torch.float8_e8m0fnu)
 
 # Offsets of nested scales, by id: a weak reference, the version, and the number, which the host waits for once.
 _numbers: Dict[int, Tuple[Any, int, float]] = {}

@@ -1,15 +1,19 @@
-"""A layer of PEFT's LoRA by itself, as in an attention: its two small products are part of its op."""
+"""A linear layer by itself, as in an attention: one of PEFT's LoRA, whose two small products are part of its op, or one
+with a quantised weight, in inference."""
 
 from __future__ import annotations
 
 import functools
 from types import FunctionType
-from typing import Any, Dict, Optional, Set
+from typing import Any, Dict, Optional, Set, Union
 
 from torch import Tensor, nn
 
+from ... import calls
 from ...activations import get_activation
+from ...adapters import Layer
 from ...autograd import training
+from ...quantized import weights as quantized
 from ..methods import switching
 from ..parts import adapters, refusals
 from . import forwards, shortcut
@@ -23,10 +27,13 @@ _LEAST_ELEMENTS, _LEAST_WEIGHTS = 1 << 19, 1 << 18
 
 
 def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
-    """The forward of a layer with adapters made anew, by name; nothing for any other module, or where it cannot pay."""
-    if not adapters.is_adapted(module):
+    """The forward of a layer with adapters, or a quantised weight, made anew, by name; nothing for any other module, or
+    where it cannot pay."""
+    if not adapters.is_known(module):
         return {}
     layer = adapters.layer_of(module)
+    if type(layer) is str and not adapters.is_adapted(module):
+        return {}
     is_small = type(layer) is not str and layer.weight.is_cpu and layer.weight.numel() < _LEAST_WEIGHTS
     return {} if is_small else {"forward": _fused_method(type(module).forward)}
 
@@ -48,21 +55,34 @@ def refusal(module: nn.Module) -> Optional[str]:
     state = adapters.of_state(module)
     if state is not None:
         return state
-    is_active = adapters.layer_of(module).adapter is not None
+    layer = adapters.layer_of(module)
+    is_active = layer.adapter is not None or quantized.is_any(layer.weight)
     return refusals.of_global_state() if is_active else "no adapter that is active"
 
 
 def _product(module: nn.Module, x: Tensor) -> Optional[Tensor]:
     if not isinstance(x, Tensor) or (x.is_cpu and x.numel() < _LEAST_ELEMENTS):
         return None
+    if not adapters.is_adapted(module):
+        return _of_quantised(adapters.layer_of(module), x)
     if not shortcut.is_grad_enabled() and module.training and shortcut.is_as_recorded(module, x):
         return training.as_recorded(lambda given: _product(module, given), x)
     found = None if shortcut.plain is None else shortcut.plain.adapted(forwards.LINEAR, module, x, _IDENTITY.function)
     if found is False:  # a dropout in front of its adapter is active, which no op takes
         return None
     layer = adapters.layer_of(module) if found is None else None
-    if found is not None or type(layer) is str or layer.adapter is None:
+    if found is not None or type(layer) is str:
         return found
+    if layer.adapter is None:
+        return _of_quantised(layer, x)
     if refusals.of_input(x) is not None:
         return None
     return forwards.of_layers(forwards.LINEAR, x, [layer], _IDENTITY)
+
+
+def _of_quantised(layer: Union[str, Layer], x: Tensor) -> Optional[Tensor]:
+    """The product with a quantised weight; None where the layer has another one, or autograd follows: its own product
+    runs."""
+    if type(layer) is str or not quantized.is_any(layer.weight) or calls.autograd_follows(x, layer.bias):
+        return None
+    return None if refusals.of_input(x) is not None else forwards.of_layers(forwards.LINEAR, x, [layer], _IDENTITY)

@@ -65,6 +65,8 @@ def fused(
 
 def of_layers(pattern: Pattern, x: Tensor, layers: Sequence[Layer], activation: Activation) -> Optional[Tensor]:
     """The same of layers some of which have adapters, or quantised weights."""
+    if not pattern.packed and _are_plainly_packed(x, layers):
+        return _by_codes(pattern, x, layers, activation)
     if any(quantized.are_blocked(layer.weight) for layer in layers) and not _takes_blocked(x, layers):
         return None
     dtypes = {layer.dtype for layer in layers if layer.dtype is not None}
@@ -77,6 +79,25 @@ def of_layers(pattern: Pattern, x: Tensor, layers: Sequence[Layer], activation: 
         return _in_one_op(pattern, x, layers, activation)
     result = _in_one_op(pattern, x.to(dtype), layers, activation)
     return None if result is None else result.to(x.dtype)
+
+
+def _are_plainly_packed(x: Tensor, layers: Sequence[Layer]) -> bool:
+    """True if all weights are quantised, and nothing records or casts: so the op needs no more questions."""
+    for layer in layers:
+        if layer.adapter is not None or type(layer.weight) is not QuantizedWeight or _of_another_dtype(layer, x):
+            return False
+    if calls.is_plainly_recorded("linear", (x, *[layer.bias for layer in layers])) is not False:
+        return False
+    return all(layer.dtype is x.dtype for layer in layers) or _takes_blocked(x, layers)
+
+
+def _by_codes(pattern: Pattern, x: Tensor, layers: Sequence[Layer], activation: Activation) -> Optional[Tensor]:
+    first, *others = layers
+    up = others.pop(0) if pattern.gated else None
+    try:
+        return quantized.run(x, Layers(first, up, *others), activation.code)
+    except RuntimeError:  # eager says what is wrong with the operands
+        return None
 
 
 def _takes_blocked(x: Tensor, layers: Sequence[Layer]) -> bool:

@@ -1,0 +1,150 @@
+"""Whole Llamas with quantised weights: a step of decoding, in NF4 and FP8, and a step of QLoRA.
+
+A step of decoding has a static cache, in eager mode and in a CUDA graph; all of its ways share their weights. In FP8
+`eager` is the model with the decoded weights, in bfloat16: transformers' own products are kernels from the Hub. A step
+of QLoRA has NF4 weights, adapters of PEFT on all linear layers, and AdamW; fresh instances take turns.
+"""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+
+import bitsandbytes
+import peft
+import quantised_fp8
+import torch
+import training_models
+import transformers
+from torch import Tensor, nn
+from transformers.integrations.finegrained_fp8 import FP8Linear
+
+import measure
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+DTYPE = torch.bfloat16
+BATCHES = (1, 16)
+CACHED, PLACES = 512, 576  # tokens that are there, and that there is room for, as in generate.py
+RANK, TRAINED = 16, (4, 1024)
+TOLERANCE = 0.1  # of logits: FP8 rounds the decoded weights to bfloat16
+BLOCK = (128, 128)
+
+
+def _llama(width: int, hidden: int, layers: int, heads: int, kv_heads: int, vocabulary: int = 32_000) -> nn.Module:
+    sizes = {"hidden_size": width, "intermediate_size": hidden, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    return training_models.built(lambda: transformers.LlamaForCausalLM(config), DTYPE)
+
+
+def _decoding(quick: bool) -> nn.Module:
+    return _llama(128, 256, 1, 4, 2, 64) if quick else _llama(4096, 14_336, 8, 32, 8)
+
+
+def _trained(quick: bool) -> nn.Module:
+    return _llama(64, 128, 1, 4, 2, 64) if quick else _llama(2048, 8192, 4, 32, 8)
+
+
+def replace(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> nn.Module:
+    """The model with other linear layers, but for that of the vocabulary."""
+    for path, layer in list(model.named_modules()):
+        if type(layer) is nn.Linear and "head" not in path:
+            model.set_submodule(path, make(layer))
+    return model
+
+
+def nf4(layer: nn.Linear) -> nn.Module:
+    """bitsandbytes' layer, as transformers makes it by default: scales are not nested."""
+    options = {"quant_type": "nf4", "compress_statistics": False}
+    sizes = {"input_features": layer.in_features, "output_features": layer.out_features, "bias": False}
+    made = bitsandbytes.nn.Linear4bit(**sizes, compute_dtype=DTYPE, device="meta", **options)
+    made.weight = bitsandbytes.nn.Params4bit(layer.weight.data, requires_grad=False, module=made, **options)
+    return made.to(DEVICE)
+
+
+def fp8(layer: nn.Linear) -> nn.Module:
+    """transformers' layer. The values that it stands for are put into the one that is given."""
+    out, width = layer.weight.shape
+    tiles = layer.weight.data.float().view(out // BLOCK[0], BLOCK[0], width // BLOCK[1], BLOCK[1])
+    scales = tiles.abs().amax((1, 3), keepdim=True) / quantised_fp8.LARGEST
+    values = (tiles / scales).to(torch.float8_e4m3fn)
+    made = FP8Linear(width, out, BLOCK)
+    made.weight = nn.Parameter(values.view(out, width), requires_grad=False)
+    made.weight_scale_inv = nn.Parameter(scales[:, 0, :, 0].contiguous(), requires_grad=False)
+    layer.weight.data = (values.float() * scales).view(out, width).to(DTYPE)
+    return made
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """A second model on the same weights."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+
+
+def step_of(model: nn.Module, batch: int) -> Callable[[], Tensor]:
+    """A call that decodes one token for each sequence, at the same place each time."""
+    cache = transformers.StaticCache(config=model.config, max_cache_len=PLACES)
+    ids = torch.zeros(batch, 1, dtype=torch.long, device=DEVICE)
+    places = torch.full((1, 1), CACHED, device=DEVICE)
+    mask = (torch.arange(PLACES, device=DEVICE) <= CACHED).expand(batch, 1, 1, PLACES)
+    given = {"input_ids": ids, "attention_mask": mask, "position_ids": places, "past_key_values": cache}
+
+    def run() -> Tensor:
+        if cache.layers[0].is_initialized:
+            torch._foreach_zero_([layer.cumulative_length for layer in cache.layers])
+        return model(**given, use_cache=True).logits
+
+    run()
+    for layer in cache.layers:
+        layer.keys.normal_(generator=torch.Generator(DEVICE).manual_seed(0))
+        layer.values.normal_(generator=torch.Generator(DEVICE).manual_seed(1))
+    return run
+
+
+def decoding(kind: str, batch: int, fused_mlp, given) -> dict:
+    """Figures of a step: wall_us, and on a GPU graph_us."""
+    plain = _decoding(given.quick).eval().requires_grad_(False)
+    eager, quantised = plain, replace(twin(plain), fp8 if kind == "fp8-blocks" else nf4)
+    if kind == "nf4":
+        eager, quantised = quantised, twin(quantised)
+    ways = {"eager": eager, "ours": quantised, "ours-bf16": twin(plain)}
+    reports = {name: str(fused_mlp.fuse_mlps(ways[name])).splitlines()[0] for name in ("ours", "ours-bf16")}
+    steps = {name: step_of(model, batch) for name, model in ways.items()}
+    expected, found = (steps[name]().float() for name in ("eager", "ours"))
+    if (found - expected).norm() > TOLERANCE * expected.norm():
+        raise RuntimeError("the logits differ")
+    figures = measure.compare(steps, given.turns, given.seconds * 1e6)
+    for name, in_graphs in (measure.compare_in_graphs(steps, given.turns) if ON_GPU else {}).items():
+        figures[name] |= in_graphs
+    return {"providers": figures, "reports": reports}
+
+
+def qlora(fused_mlp, given) -> dict:
+    """Figures of a step of training, as training_models.py takes them."""
+    reports = {}
+
+    def make(variant: str) -> training_models.Step:
+        model = replace(_trained(given.quick), nf4)
+        model.is_loaded_in_4bit = True  # by which PEFT chooses its layers
+        options = {"r": RANK, "lora_alpha": 2 * RANK, "target_modules": "all-linear", "init_lora_weights": False}
+        model = peft.get_peft_model(model, peft.LoraConfig(**options), autocast_adapter_dtype=False).train()
+        if variant == "ours":
+            reports[variant] = str(fused_mlp.fuse_mlps(model)).splitlines()[0]
+        return training_models.Step(model, *((1, 16) if given.quick else TRAINED))
+
+    take_turns = partial(measure.compare, rounds=given.turns, budget_us=given.seconds * 1e6)
+    found = training_models.of_variants(make, ("eager", "ours"), 1 if given.quick else 2, take_turns)
+    return {"providers": found, "reports": reports}
+
+
+def points(formats: list[str]) -> list[tuple]:
+    """The batch and the format of a step of decoding; of QLoRA its sequences and tokens too. transformers' layers of
+    FP8 are read on GPUs alone."""
+    kinds = [kind for kind in ("nf4", "fp8-blocks") if kind in formats and (kind == "nf4" or ON_GPU)]
+    found = [("decoding", batch, kind) for kind in kinds for batch in BATCHES]
+    return found + ([("qlora", *TRAINED, "nf4")] if "nf4" in formats else [])
+
+
+def figures(part: str, batch: int, *rest: object, fused_mlp, given) -> dict:
+    if part == "qlora":
+        with torch.enable_grad():
+            return qlora(fused_mlp, given)
+    return decoding(rest[-1], batch, fused_mlp, given)
