@@ -1,4 +1,4 @@
-// How the ops hand matrices to the pointwise kernels.
+// The ops' calls of the pointwise kernels.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>

@@ -140,7 +140,7 @@ Tensor quantized_experts(const Tensor& x, const Tensor& top_k_index, const Tenso
 Tensor decoded_experts(const Tensor& data, const Tensor& scales, const std::vector<int64_t>& layout,
                        torch::headeronly::ScalarType dtype);
 
-// How quantized_experts would be computed, as `plan` says it of the other ops.
+// The record of how quantized_experts would be computed, as `plan` gives it for the other ops.
 std::string plan_quantized_experts(const Tensor& x, int64_t top_k, int64_t experts, bool rounds);
 
 // The router of a mixture, for tokens x [T, in] and a weight [experts, in]: the logits [T, experts], the softmax of the

@@ -24,7 +24,7 @@ struct Share {
   int64_t end(const Layer& layer) const { return layer.panels() * (index + 1) / count; }
 };
 
-// How the threads divide tokens. Where each can have whole blocks, it takes them through all stages. Otherwise all
+// The division of tokens among threads. If each can have whole blocks, it takes them through all stages. Otherwise all
 // threads share the panels of every block, one stage after the other.
 class Blocks {
  public:

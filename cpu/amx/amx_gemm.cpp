@@ -375,7 +375,7 @@ void multiply(const char* weights, const char* tokens, int64_t steps, float* sum
   store_sums(sums);
 }
 
-// How a product is divided.
+// The division of a product.
 struct Blocking {
   int64_t pairs;  // pairs of tiles of tokens
   int64_t slice, chunk;

@@ -47,14 +47,14 @@ struct Layer {
   int64_t panels() const { return round_up(out_features, kDepth) / panel_features(); }
 };
 
-// Where a hidden layer's values before the activation go, for a backward: to rows of tokens; nowhere if there is no
+// The place of a hidden layer's values before the activation, for a backward: to rows of tokens; nowhere if there is no
 // gate.
 struct Kept {
   uint16_t *gate, *up;
   int64_t row_stride;
 };
 
-// Where a layer's result goes: to the rows of a tensor, or, where row_stride is 0, to the packed input of the next
+// The place of a layer's result: the rows of a tensor, or, where row_stride is 0, to the packed input of the next
 // layer.
 struct Destination {
   uint16_t* data;
@@ -78,7 +78,7 @@ void pack_columns(const uint16_t* x, int64_t row_stride, int64_t tokens, int64_t
 int64_t packed_weights_size(const Layer& layer);
 void pack_weights(const Layer& layer, int64_t begin, int64_t end, uint16_t* packed);
 
-// How many fp32 elements of scratch project() needs for this many tokens or fewer.
+// The number of fp32 elements of scratch that project() needs for this many tokens or fewer.
 int64_t scratch_size(const Layer& layer, int64_t tokens);
 
 // Computes the panels [begin, end) of the layer's result.

@@ -25,7 +25,7 @@ struct Layer {
   int64_t activation;
 };
 
-// How many rows of x have sums in registers at once.
+// The number of rows of x that have sums in registers at once.
 constexpr int64_t kRowsAtOnce = 8;
 
 // Rows of x as they are multiplied, in blocks, `stride` floats apart: fp32, or for dot products bf16, whose blocks take
@@ -36,8 +36,8 @@ struct Rows {
   int64_t count;
 };
 
-// Where a hidden layer's values before the activation go, for a backward: [rows, features], up of a gated one alone;
-// nowhere where their data are null.
+// The place of a hidden layer's values before the activation, for a backward: [rows, features], up of a gated one
+// alone; nowhere where their data are null.
 struct Kept {
   Matrix gate, up;
 };

@@ -57,7 +57,7 @@ FUSED_MLP_INLINE PartOfRows part_of(int64_t rows, int64_t part) {
 }
 #endif
 
-// Where a block of features lies, and how many of them no earlier block has.
+// The place of a block of features, and the number of them that no earlier block has.
 struct BlockOf {
   int64_t begin, count;
 
@@ -123,7 +123,7 @@ FUSED_MLP_INLINE Vec& product_of(Products& products, int64_t feature) {
 // the number of its terms.
 constexpr int64_t kBlocksOfSum = 32;
 
-// How many rows of weights are read at once: as many as leave half of the registers free.
+// The number of rows of weights that are read at once: as many as leave half of the registers free.
 constexpr int streams_of(int rows) {
   int streams = 8;
   while (streams * rows > kWidth) streams /= 2;

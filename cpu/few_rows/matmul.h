@@ -27,7 +27,7 @@ struct Product {
 // before.
 struct Kernels {
   int64_t block;
-  // How many elements of scratch multiply() needs for so many blocks.
+  // The number of elements of scratch that multiply() needs for so many blocks.
   int64_t (*scratch_size)(const Product& product, int64_t blocks);
   // The rows [begin, end) of the result, in the blocks [first, last) of its columns.
   void (*multiply)(const Product& product, int64_t begin, int64_t end, int64_t first, int64_t last, float* scratch);

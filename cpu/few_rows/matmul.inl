@@ -8,10 +8,10 @@ constexpr int64_t kRowsOfSums = kWidth / 2;
 
 constexpr int64_t kDepthAtMost = 256;  // rows of b in a panel of one block
 
-// How many blocks of columns are multiplied at once: as many as leave half of the registers free.
+// The number of blocks of columns that are multiplied at once: as many as leave half of the registers free.
 constexpr int blocks_of(int rows) { return streams_of(rows) > 1 ? streams_of(rows) / 2 : 1; }
 
-// How a product is cut: into passes of rows of a, groups of blocks of columns, and panels of rows of b.
+// The cut of a product: into passes of rows of a, groups of blocks of columns, and panels of rows of b.
 struct Cut {
   int64_t rows, blocks, depth;
   bool packs;  // true if panels are copied, so that their rows are adjacent

@@ -1,8 +1,7 @@
 // MLPs and their blocks on few rows, without tensors.
-#include "../../torch-ext/calls/direct/plain.h"
-
 #include <memory>
 
+#include "../../torch-ext/calls/direct/plain.h"
 #include "../few_rows/few_rows_mlp.h"
 #include "norms.h"
 

@@ -1,8 +1,7 @@
 // MLPs and their blocks without tensors, by our kernels and torch's GEMMs.
-#include "../../torch-ext/calls/direct/plain.h"
-
 #include <optional>
 
+#include "../../torch-ext/calls/direct/plain.h"
 #include "../norms/run_norm.h"
 #include "../tensor_views.h"
 #include "fused_gemm.h"

@@ -7,7 +7,7 @@ namespace fused_mlp {
 
 // True if torch's GEMM can do the whole layer: cuBLASLt adds a bias and applies tanh-GELU in its epilogue. In float32
 // the activation is left to the pointwise kernel, and where there are no input features torch does not apply it.
-// Where rows are not whole vectors of 16 bytes, cuBLASLt's kernel with that epilogue takes up to 3.5 times as long as
+// If rows are not whole vectors of 16 bytes, cuBLASLt's kernel with that epilogue takes up to 3.5 times as long as
 // the one without (measured on an H200). cuBLASLt has ReLU too, but does not document that a NaN passes through it.
 bool torch_has_epilogue(const Matrix& x, const Layer& layer);
 

@@ -158,7 +158,7 @@ struct WeightGradient {
   WeightType type;
 };
 
-// How a grouped product is cut into tiles, from what the host knows.
+// The tiles of a grouped product, from what the host knows.
 struct GroupedPlan {
   MainLoop loop;
   bool sorts;             // rows, into blocks of a tile's height, or with `fits` of kFittedStep

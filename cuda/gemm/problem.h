@@ -130,8 +130,8 @@ struct GemmProblem {
   int64_t k;
   DType dtype;
   EpilogueArgs epilogue;
-  // How many CTAs the launch before this one in the stream has at most, where it is a kernel of ours that did not write
-  // the weights: this one may start, and read its weights, while that one drains. 0 for any other launch.
+  // The number of CTAs that the launch before this one in the stream has at most, where it is a kernel of ours that did
+  // not write the weights: this one may start, and read its weights, while that one drains. 0 for any other launch.
   int64_t ctas_before;
   bool behind_norm;  // which that kernel is
   // kPlain stands for itself and for kGated: which of the two it is, up_weight says.
@@ -171,7 +171,8 @@ enum class MainLoop {
   kStreamed,  // for few rows: bound by the reading of the weights, which pass through small tiles
 };
 
-// How the warpgroups of a CTA share its tiles, and which operand is the M side of the tensor cores' instructions.
+// The division of a CTA's tiles among its warpgroups, and which operand is the M side of the tensor cores'
+// instructions.
 enum class Schedule {
   kPingPong,         // M side: rows of a. The warpgroups take a tile each in turn.
   kCooperative,      // M side: rows of a. Each warpgroup computes half the rows of every tile.

@@ -47,7 +47,7 @@ struct NormGradients {
   constexpr bool is_behind() const { return kept != nullptr || sums_dropped; }
   constexpr int64_t kinds_of_sums() const { return 1 + norm.centred() + is_behind(); }
 };
-// How many CTAs there will be.
+// The number of CTAs.
 int64_t parts_of_norm_gradients(const NormGradients& rows, int multiprocessors);
 cudaError_t launch_norm_gradients(const NormGradients& rows, int64_t parts, cudaStream_t stream);
 

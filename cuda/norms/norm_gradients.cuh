@@ -9,7 +9,7 @@ namespace fused_mlp {
 // Columns of a row that several teams of a CTA have, each with one pack of it.
 constexpr int most_shared_columns(int vectors) { return vectors == 1 ? 2048 : 1; }
 
-// How many rows of a team are in shared memory: one, and the next where there is room for it on all GPUs.
+// The number of rows of a team in shared memory: one, and the next where there is room for it on all GPUs.
 constexpr int gradient_stages(int vectors) { return vectors == 1 ? 2 : 1; }
 // CTAs of a multiprocessor: with two, those of a centred norm spill registers.
 constexpr int gradient_ctas(int vectors, bool centred, bool behind) {

@@ -26,8 +26,8 @@ unsigned lanes_of(int64_t packs) {
   return lanes;
 }
 
-// How the threads of a CTA share rows: `lanes` of them for a row, which have so many vectors each; or all, where there
-// are none.
+// The division of rows among the threads of a CTA: `lanes` of them for a row, which have so many vectors each; or all,
+// where there are none.
 struct Shares {
   unsigned lanes, teams;
   int vectors;

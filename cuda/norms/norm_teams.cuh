@@ -1,4 +1,4 @@
-// How CTAs that stay share the rows of norms: what the forward and the backward of a norm by itself have in common.
+// Persistent CTAs that share the rows of norms: the part that forward and backward of a norm by itself have in common.
 #pragma once
 
 #include "norm.cuh"

@@ -15,7 +15,7 @@ constexpr int kSumUnroll = 6;    // rows that a thread has in flight
 template <int Width>
 constexpr int kSumRows = kColumnSumThreads / (kSumColumns / Width);
 
-// Where sums go: each part's rows are adjacent in memory.
+// The place of sums: each part's rows are adjacent in memory.
 template <typename Out>
 struct AdjacentSums {
   Out* out;

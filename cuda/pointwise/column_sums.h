@@ -8,7 +8,7 @@
 
 namespace fused_mlp {
 
-// Where there are few columns and many rows, the rows are summed in parts, and then the sums of the parts.
+// If there are few columns and many rows, the rows are summed in parts, and then the sums of the parts.
 int64_t parts_of_column_sums(int64_t rows, int64_t cols, int multiprocessors);
 
 // out[c] = sum of x[r][c] over all rows r, added in float32: the gradient of a bias. With more than one part, `partial`

@@ -13,7 +13,7 @@ cudaError_t launch_act_and_mul(Matrix gate, Matrix up, Matrix out, int64_t rows,
                                int64_t activation, cudaStream_t stream);
 
 // gate_grad = grad * up * act'(gate), up_grad = grad * act(gate); where up.data is null, gate_grad = grad * act'(gate).
-// Where values.data is not null, values = act(gate) * up as well, or act(gate). Outputs may be inputs.
+// If values.data is not null, values = act(gate) * up as well, or act(gate). Outputs may be inputs.
 cudaError_t launch_act_and_mul_backward(Matrix grad, Matrix gate, Matrix up, Matrix gate_grad, Matrix up_grad,
                                         Matrix values, int64_t rows, int64_t cols, DType dtype, int64_t activation,
                                         cudaStream_t stream);

@@ -8,7 +8,7 @@
 
 namespace fused_mlp {
 
-// How the values of a weight are coded: one of 16 values, two to a byte, the first in the high half; 0 to 15 in their
+// The codes of a weight: one of 16 values, two to a byte, the first in the high half; 0 to 15 in their
 // place, less the zero point of their block, the first in the low half; or e4m3, or int8.
 enum class Coding { kFourBits, kInt4, kFp8, kInt8 };
 

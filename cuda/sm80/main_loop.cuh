@@ -18,7 +18,7 @@ constexpr int kMmaM = 16;
 constexpr int kMmaN = 8;
 constexpr int kMmaK = 16;
 
-// Where piece `piece` of row `row` lies, in rows of kRowBytes. The swizzle repeats every eight rows.
+// The place of piece `piece` of row `row`, in rows of kRowBytes. The swizzle repeats every eight rows.
 template <int kRowBytes>
 __device__ __forceinline__ uint32_t swizzled(int row, int piece) {
   constexpr int kPieces = kRowBytes / kPieceBytes < 8 ? kRowBytes / kPieceBytes : 8;  // that change places
@@ -161,7 +161,7 @@ struct WarpPlace {
       : m(warp % Tile::kWarpsM), n(warp / Tile::kWarpsM % Tile::kWarpsN), k(warp / (Tile::kWarpsM * Tile::kWarpsN)) {}
 };
 
-// Where this lane's rows lie in a stage, for ldmatrix.
+// The places of this lane's rows in a stage, for ldmatrix.
 template <typename Tile>
 struct FragmentReader {
   uint32_t m, n;  // offsets in a stage, at the warp's first step

@@ -15,7 +15,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Where a pointer comes from is hidden from the compiler: it stays in registers, rather than being made anew in a loop.
+// Hides from the compiler where a pointer comes from: it stays in registers, rather than being made anew in a loop.
 template <typename T>
 __device__ __forceinline__ void keep(const T*& pointer) {
   asm volatile("" : "+l"(pointer));

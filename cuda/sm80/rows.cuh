@@ -1,4 +1,4 @@
-// Where the rows of a matrix begin, and how much shared memory a CTA of the chip that is compiled for may have.
+// The beginnings of a matrix's rows, and the shared memory that a CTA of the chip that is compiled for may have.
 #pragma once
 
 #include "../../torch-ext/operands/matrix.h"

@@ -18,25 +18,26 @@ constexpr int64_t kTiledRows = 33;
 // From this many rows on, a streamed kernel reads more of a than of the weights.
 constexpr int64_t kTallRows = 65;
 
-// How many blocks of k a kernel that waits for the weights asks for one right after the other, once there is room for
-// all of them. Memory gives 256 bytes that begin at a multiple of 256 in less time than 128 now and 128 later, so this
-// is for weights whose rows lie multiples of that apart.
+// The number of blocks of k that a kernel which waits for the weights asks for one right after the other, once there is
+// room for all of them. Memory gives 256 bytes that begin at a multiple of 256 in less time than 128 now and 128 later,
+// so this is for weights whose rows lie multiples of that apart.
 constexpr int kMostBlocksTogether = 2;
 inline bool rows_are_whole_pieces(const GemmProblem& p) {
   constexpr int64_t kElements = kMostBlocksTogether * kBlockK;
   return p.weight.row_stride % kElements == 0 && p.up_weight.row_stride % kElements == 0;
 }
 
-// How many a streamed kernel of a dense product asks for so. With many rows of a, a ring has room for few blocks, and
-// pairs do not pay: with four blocks they took up to 1.2 of the time, and with nine as long (measured on an H100).
+// The number that a streamed kernel of a dense product asks for so. With many rows of a, a ring has room for few
+// blocks, and pairs do not pay: with four blocks they took up to 1.2 of the time, and with nine as long (measured on an
+// H100).
 inline int blocks_together(const GemmProblem& p) {
   return p.m < kTallRows && rows_are_whole_pieces(p) ? kMostBlocksTogether : 1;
 }
 
-// How many CTAs of a streamed kernel, by the most columns of its tiles, a multiprocessor holds at once.
+// The number of CTAs of a streamed kernel that a multiprocessor holds at once, by the most columns of its tiles.
 constexpr int streamed_ctas(int columns) { return columns > kStreamedColumns ? 2 : 3; }
 
-// Where a CTA of a streamed kernel for fewer than kTiledRows rows reads no more of the weights than this, a deep ring
+// If a CTA of a streamed kernel for fewer than kTiledRows rows reads no more of the weights than this, a deep ring
 // gains nothing, and half of a multiprocessor's shared memory leaves room for CTAs of the kernel behind it, which start
 // early.
 constexpr int64_t kSmallStreamedCta = 256 << 10;

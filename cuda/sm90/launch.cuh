@@ -55,9 +55,9 @@ bool encode_training_maps(const GemmProblem& p, int box_rows_a, TrainingGemmArgs
          (!Gemm::kOfUp || encode(&args->up_gradient, t.up_gradient));
 }
 
-// How far apart the tiles of few rows begin, so that their number fills whole rounds, where there are several. They
-// overlap then, and compute some columns twice; but where a round waits for memory, it has less to wait for: what two
-// tiles load at about the same time is read once.
+// The distance between the beginnings of the tiles of few rows, so that their number fills whole rounds, where there
+// are several. They overlap then, and compute some columns twice; but where a round waits for memory, it has less to
+// wait for: what two tiles load at about the same time is read once.
 template <typename Gemm>
 int even_step(int64_t n, int tiles_m, int multiprocessors) {
   const int64_t tiles_n = ceil_div(n, Gemm::kTileN);

@@ -26,19 +26,19 @@ class Few {
   size_t count_ = 0;
 };
 
-// Whether a dictionary holds these: `pairs` are a name and a value, or a name alone where there must be none.
+// True if a dictionary holds these: `pairs` are a name and a value, or a name alone where there must be none.
 Answer are_items(PyObject* dictionary, PyObject* pairs);
 
-// Whether guards (models/parts/guards.py) hold for a module of this class with this __dict__; both are nullptr where
+// True if guards (models/parts/guards.py) hold for a module of this class with this __dict__; both are nullptr where
 // the guards are of attributes alone.
 Answer hold(PyObject* guards, PyObject* kind, PyObject* state);
 
-// Whether calling a module, which has this __dict__, runs the forward of its class, or where `kernels` that of a kernel
+// True if calling a module, which has this __dict__, runs the forward of its class, or where `kernels` that of a kernel
 // in its place, and nothing else. Where autograd does not record, torch calls hooks of a backward for nothing: they are
 // not asked for.
 Answer is_bare(PyObject* module, PyObject* state, bool recording, bool kernels = false);
 
-// Whether a module with this __dict__ has hooks, or a call of its own.
+// True if a module with this __dict__ has hooks, or a call of its own.
 Answer has_hooks(PyObject* state, bool recording);
 
 // The function of a method that is bound to a module: a new reference; nullptr, which is no error in itself, for
@@ -80,7 +80,7 @@ Answer read_adapted(PyObject* layer, bool recording, PyObject* operands, Py_ssiz
 // Casts to the dtype of the weight behind them are functions; all other parts are modules or numbers.
 bool is_cast(PyObject* part);
 
-// Whether hidden values come out of all these as they go in: of dropout that is not training, or has a probability of
+// True if hidden values come out of all these as they go in: of dropout that is not training, or has a probability of
 // 0, of an nn.Identity, and of a cast, whose dtypes fused() looks at.
 Answer all_pass(Objects parts, bool recording);
 

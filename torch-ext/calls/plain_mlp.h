@@ -33,28 +33,28 @@ struct Block {
   bool modulation_wide = false;  // likewise
 };
 
-// How many operands of an op are those of a block.
+// The number of operands of an op that are those of a block.
 constexpr Py_ssize_t kBlockOperands = 11;
 
 // The dtype of a tensor that the compiled ops take, and are free to: borrowed; nullptr where they do not.
 PyObject* dtype_taken(PyObject* x);
 
-// Whether an operand is a torch.Tensor or an nn.Parameter, and no subclass of them.
+// True if an operand is a torch.Tensor or an nn.Parameter, and no subclass of them.
 bool is_tensor(PyObject* operand);
 
-// Whether all of these operands, among which are tensors, numbers and None, that are tensors are of a dtype.
+// True if all of these operands, among which are tensors, numbers and None, that are tensors are of a dtype.
 Answer are_of(PyObject* operands, PyObject* dtype);
 
-// Whether one of these operands needs a gradient. An error, which may not be set, where torch is to say.
+// True if one of these operands needs a gradient. An error, which may not be set, where torch is to say.
 Answer needs_gradient(PyObject* operands);
 
 // The number of a tensor's elements; negative as sizes are (parts.h).
 int64_t number_of_elements(PyObject* tensor);
 
-// Whether an activation is several operations of torch, so that its parts take long.
+// True if an activation is several operations of torch, so that its parts take long.
 Answer is_composite(PyObject* act);
 
-// Whether the first layer does too little on a GPU for an op that autograd records, by so many multiplications.
+// True if the first layer does too little on a GPU for an op that autograd records, by so many multiplications.
 Answer is_little_work(bool gated, bool in_eval, int64_t work);
 
 // Whether autograd follows an MLP, as x or its first weight tells, and it does too little for an op that is recorded,
@@ -69,7 +69,7 @@ Answer is_left(const Mlp& mlp, PyObject* code, PyObject* dtype, const Block& blo
 //
 // False is an answer where autograd follows, and a block does too little for an op.
 //
-// Where `adapted`, it is known only if a projection has an adapter.
+// If `adapted`, it is known only if a projection has an adapter.
 PyObject* fused(const Mlp& mlp, bool recording, const Block* block = nullptr, bool adapted = false);
 
 }  // namespace fused_mlp

@@ -431,7 +431,7 @@ PyObject* py_adapted(PyObject* given) {
   return recording == kError ? nullptr : fused(mlp, recording == kYes, nullptr, true);
 }
 
-// Whether a norm in eval mode has so few values, and autograd follows them, that its own code takes less time.
+// True if a norm in eval mode has so few values, and autograd follows them, that its own code takes less time.
 Answer is_little_in_eval(PyObject* state, PyObject* x, PyObject* dtype, Answer recording) {
   PyObject* const least = item(settings.least_norm, dtype);
   if (least == nullptr || item(state, names().training) != Py_False) return PyErr_Occurred() ? kError : kNo;

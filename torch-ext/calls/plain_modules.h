@@ -9,24 +9,24 @@ namespace fused_mlp {
 // of the rest of the model, and an interpreter touches far more code and data than this does.
 //
 //   configure(settings)
-//     What the others need, once: `Settings` (settings.h) says what there is.
+//     Takes what the others need, once: the fields of `Settings` (settings.h).
 //   is_bare(module) -> bool
-//     Whether calling a module runs the forward of its class and nothing else: no hooks, no forward of its own.
+//     True if calling a module runs the forward of its class and nothing else: no hooks, no forward of its own.
 //   is_undisturbed() -> bool
-//     Whether nothing that the settings name watches or changes every call.
+//     True if nothing that the settings name watches or changes every call.
 //   are_items(dictionary, pairs) -> bool
-//     Whether each name in the tuple stands for its value in the dictionary, or for none if it is alone there.
+//     True if each name in the tuple stands for its value in the dictionary, or for none if it is alone there.
 //   are_unchanged(attributes) -> bool
-//     Whether each attribute (owner, name, value) is still that object, and (dictionary, name) not there. Raises
+//     True if each attribute (owner, name, value) is still that object, and (dictionary, name) not there. Raises
 //     AttributeError where it is gone.
 //   is_recorded(operands) -> bool | None
-//     Whether autograd records the op of these operands, tensors or None, the first of them the input. None where the
+//     True if autograd records the op of these operands, tensors or None, the first of them the input. None where the
 //     op cannot take them, or something has to see its parts.
 //   runs_as_written(x, module, gated) -> bool
-//     Whether a method of the module, which has an MLP of x in it, likely takes less time as it was written: where
+//     True if a method of the module, which has an MLP of x in it, likely takes less time as it was written: where
 //     autograd records the MLP, or autocast casts for it, and it is small.
 //   directly(gated, operands) -> Tensor | None
-//     What the op of a layer, of an MLP or of its block computes, past torch's dispatcher (direct/call.h); None where
+//     Computes the op of a layer, of an MLP or of its block past torch's dispatcher (direct/call.h); None where
 //     the op has to be called. `is_recorded` has taken the operands, or would, and autograd does not record them.
 //   fused(plan, module, x, operands) -> Tensor | tuple | None
 //     The result of the op that the plan's pattern names, if calling the linear layers, the activation and what is

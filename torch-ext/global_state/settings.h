@@ -149,7 +149,7 @@ struct Names {
   PyObject* hooks[4] = {PyUnicode_InternFromString("_forward_hooks"), PyUnicode_InternFromString("_forward_pre_hooks"),
                         PyUnicode_InternFromString("_backward_hooks"),
                         PyUnicode_InternFromString("_backward_pre_hooks")};
-  // What a call runs where a module itself holds one: of the second torch.nn.Module.compile() makes one.
+  // The call of a module that holds one itself: of the second torch.nn.Module.compile() makes one.
   PyObject* own_calls[2] = {PyUnicode_InternFromString("_call_impl"),
                             PyUnicode_InternFromString("_compiled_call_impl")};
 };

@@ -6,7 +6,7 @@
 namespace fused_mlp {
 
 // The memory of a tensor [..., cols] as that of a matrix: `rows` rows of `cols` elements, `row_stride` elements apart.
-// Where `adjacent` is false, it is not such a matrix, and there is no row_stride: a chunk of a packed projection is
+// If `adjacent` is false, it is not such a matrix, and there is no row_stride: a chunk of a packed projection is
 // one, a transpose is not.
 struct Rows {
   int64_t rows = 1, cols = 1, row_stride;

@@ -1,4 +1,4 @@
-// How the kernels read who chose which expert.
+// The kernels' view of which token chose which expert.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -28,7 +28,7 @@ constexpr int kMostStackCopies = 4;
 struct StackCopies {
   StackCopy copies[kMostStackCopies];
   int count;
-  // Where there is an index, group i is copied from the expert of slot i.
+  // If there is an index, group i is copied from the expert of slot i.
   Routes of_slots;
 };
 

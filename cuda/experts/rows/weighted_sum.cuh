@@ -30,7 +30,7 @@ __device__ __forceinline__ SumTerm sum_term(const WeightedSum& sum, int token, i
   return {row, row < 0 ? 0.0f : weight};
 }
 
-// How many warps share a token's columns.
+// The number of warps that share a token's columns.
 __host__ __device__ constexpr int sum_warps(int n) { return (n / kSumColumns + 31) / 32; }
 
 // Each warp has a token: its lanes look up a term each, and then all add the same terms. What is skipped adds zeros.

@@ -59,7 +59,7 @@ bool leaves_training_to_torch(const Architecture& architecture, Product product)
                       [&](const auto& row) { return row.architecture == &architecture && row.training; });
 }
 
-// Where the CPU launches a product, and not a graph, a call of torch's GEMM keeps it busy for at least 10 us more than
+// If the CPU launches a product, and not a graph, a call of torch's GEMM keeps it busy for at least 10 us more than
 // a launch of ours. In an eager model whose products are short, the GPU waits for the CPU (measured in models of 15
 // types on an H200). So a product of up to kNeverAwaited microseconds is ours whatever torch's takes, and one of up to
 // kSometimesAwaited where it is estimated to take at most hardly_longer() microseconds more than torch's. That is more

@@ -1,4 +1,4 @@
-// How a lane decodes 16 codes of a block of 64 in registers, and which elements of k these are.
+// Decoding of 16 codes of a block of 64 in a lane's registers, and the elements of k that these are.
 #pragma once
 
 #include "../decode/bytes.cuh"

@@ -142,7 +142,7 @@ struct GroupCopies {
     }
   }
 
-  // What lies in the places of rows past the last token does not matter: their sums are not stored.
+  // The values in rows past the last token do not matter: their sums are not stored.
   __device__ __forceinline__ void load_tokens(uint32_t stage) const {
     const int first = block * Gemm::kBlockK;
 #pragma unroll

@@ -9,7 +9,7 @@
 
 namespace fused_mlp {
 
-// How the values of stacked weights are coded: e4m3 under float scales of blocks; or e2m1, two to a byte, the first in
+// The codes of stacked weights: e4m3 under float scales of blocks; or e2m1, two to a byte, the first in
 // the low half, each 32 of a row under a power of two.
 enum class StackCoding { kFp8, kMxfp4 };
 
@@ -28,8 +28,8 @@ struct CodedStack {
   int scale_rows = 1, scale_shift = 0;
 };
 
-// Of `layer`, weights, weight_rows and what transposed weights need are not read. Gates and ups, and their biases, are
-// one after the other, or in turns where interleaved.
+// weights, weight_rows and the fields for transposed weights of `layer` are not read. Gates and ups, and their biases,
+// are one after the other, or in turns where interleaved.
 struct CodedExperts {
   GroupedProblem layer;
   CodedStack weight;

@@ -12,7 +12,7 @@ namespace fused_mlp {
 // A thread's part of a block of k of the weights, as wgmma takes them: four steps of 16.
 using DecodedBlock = uint32_t[4][4];
 
-// What a consumer's thread needs to decode its rows.
+// The state with which a consumer's thread decodes its rows.
 template <typename Gemm>
 class FourBitsDecoder {
  public:

@@ -1,4 +1,4 @@
-// How the tiles of streamed_gemm.cuh are stored: sums of warps that share k meet in shared memory, some tokens at a
+// The stores of streamed_gemm.cuh's tiles: sums of warps that share k meet in shared memory, some tokens at a
 // time; those of a warp that has all of k go from its registers. Where a tile's results go, and what is added to its
 // sums, its Output says: DenseTile (streamed_gemm.cuh), or GroupedTile (grouped.cuh).
 #pragma once
@@ -8,7 +8,7 @@
 
 namespace fused_mlp::sm80 {
 
-// Where the sums of the warps that share a part of k lie for a token, from those of the tile's first weight row on.
+// The place of the sums of the warps that share a part of k, for a token, from those of the tile's first weight row on.
 template <typename Gemm>
 __device__ __forceinline__ uint32_t sums_place(uint32_t sums, int warp_k, int token) {
   return sums + (warp_k * Gemm::kTokensOfRound + token) * Gemm::kSumStride * 4;

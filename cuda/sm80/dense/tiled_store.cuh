@@ -1,4 +1,4 @@
-// How the tiled GEMMs of sm_80 store a tile: its results, and for training the sums beside them.
+// The stores of a tile of sm_80's tiled GEMMs: its results, and for training the sums beside them.
 #pragma once
 
 #include "../../gemm/epilogue.cuh"

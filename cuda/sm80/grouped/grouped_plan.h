@@ -1,4 +1,4 @@
-// How the grouped products of sm_80 are cut into tiles, and when they are estimated to be faster than torch's.
+// The tiles of the grouped products of sm_80, and when they are estimated to be faster than torch's.
 #pragma once
 
 #include "../../../torch-ext/ops/plan.h"

@@ -1,4 +1,4 @@
-// How long a product takes, estimated from what a GPU says of itself.
+// The time of a product, estimated from what a GPU says of itself.
 #pragma once
 
 #include "../../gemm/gpu.h"

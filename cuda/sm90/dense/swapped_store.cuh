@@ -32,7 +32,7 @@ __device__ __forceinline__ void store_swapped_tile(const TiledGemmArgs& args, Ac
   constexpr int kChunks = Gemm::kStoredM / Gemm::kChunkM;  // per wgmma of a plain product, per pair of a gated one
   constexpr int kLastChunk = Gemm::kMmas / Gemm::kParts * kChunks - 1;
   constexpr int kSteps = (Gemm::kChunkM + kStepM - 1) / kStepM;
-  // Where the last step would pass the end of the chunk, it begins earlier and repeats some rows.
+  // If the last step would pass the end of the chunk, it begins earlier and repeats some rows.
   const auto row_of = [](int step) { return at_most(Gemm::kChunkM - kStepM, step * kStepM); };
   const uint32_t thread_offset = store_offset<Gemm>();
 #pragma unroll 1

@@ -10,7 +10,7 @@ namespace fused_mlp::sm90 {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// Where in a TMA box this thread's first stmatrix row goes. Rows of a box are kBoxN columns wide and swizzled over
+// The place in a TMA box of this thread's first stmatrix row. Rows of a box are kBoxN columns wide and swizzled over
 // their whole width. XOR with 2 c moves the offset c columns to the right, where c is a multiple of 16.
 template <typename Gemm>
 __device__ __forceinline__ uint32_t store_offset() {

@@ -1,4 +1,4 @@
-// How the grouped products of sm_90a are cut into tiles.
+// The tiles of the grouped products of sm_90a.
 #pragma once
 
 #include "../../gemm/experts.h"

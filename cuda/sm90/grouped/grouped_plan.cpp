@@ -1,4 +1,4 @@
-// How a grouped product is cut into tiles.
+// The tiles of a grouped product.
 #include <algorithm>
 #include <iterator>
 

@@ -23,8 +23,9 @@ double bounded(double time, double floor) {
   return std::max(time, floor) + kShorter * std::min(time, std::max(floor, 0.0));
 }
 
-// How much longer all bytes take because the last CTAs, fewer than find room at once, cannot read as fast as all: what
-// they read takes a part at least of the time that a full round takes. With few rows there is less else to wait for.
+// The factor by which all bytes take longer because the last CTAs, fewer than find room at once, cannot read as fast as
+// all: what they read takes a part at least of the time that a full round takes. With few rows there is less else to
+// wait for.
 double last_round(const GemmProblem& p, double ctas, double room) {
   const double least = p.m < kTiledRows ? 0.6 : 0.48;
   const double left = std::fmod(ctas, room) / room;

@@ -1,4 +1,4 @@
-// How long a kernel takes, estimated. tools/tuning fits the constants to measured times by these same functions.
+// The time of a kernel, estimated. tools/tuning fits the constants to measured times by these same functions.
 #pragma once
 
 #include "../../gemm/problem.h"
@@ -57,7 +57,7 @@ double estimated_microseconds(const GemmProblem& problem, const GemmKernel& kern
                               const Chip& chip);
 double estimated_microseconds(const GemmProblem& problem, const GemmKernel& kernel, const StreamedTime& constants,
                               const Chip& chip);
-// How much of that a kernel hides behind the GEMM before it.
+// The part of that which a kernel hides behind the GEMM before it.
 double hidden_microseconds(const GemmProblem& problem, const GemmKernel& kernel, const Chip& chip);
 // The time of torch's GEMM, or of its two, with the pointwise kernel behind.
 double torch_microseconds(const GemmProblem& problem, const TorchTime& constants, const Chip& chip);

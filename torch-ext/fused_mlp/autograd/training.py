@@ -33,7 +33,8 @@ _forward, _backward = native.training_forward, native.training_backward
 # Past torch's dispatcher where nothing has to see them there (torch-ext/calls/direct/ops.h), for calls that nothing
 # traces.
 _plain_forward, _plain_backward, _plain_backward_in_place = (
-    getattr(native.plain_modules, name, None) for name in ("training_forward", "training_backward", "training_backward_")
+    getattr(native.plain_modules, name, None)
+    for name in ("training_forward", "training_backward", "training_backward_")
 )
 
 _save = getattr(native.plain_modules, "save", None)
