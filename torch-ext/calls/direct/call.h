@@ -2,9 +2,9 @@
 
 #include <functional>
 
-#include "../operands/dlpack.h"
-#include "../operands/matrix.h"
-#include "../ops/norm.h"
+#include "../../operands/dlpack.h"
+#include "../../operands/matrix.h"
+#include "../../ops/norm.h"
 #include "registration.h"  // and with it Python.h
 
 namespace fused_mlp {
