@@ -2,7 +2,6 @@
 // code alone takes this file.
 #pragma once
 
-#include "../loads.cuh"
 #include "router.cuh"
 
 namespace fused_mlp {

@@ -1,7 +1,9 @@
 """Blocks of mixtures, router and experts with norm and residual, as one direct call: what it computes, and when."""
 
 import copy
+import gc
 import sys
+import weakref
 
 import pytest
 import torch
@@ -316,6 +318,38 @@ def test_copies_and_restoring(fused_mlp, device, calls):
     assert calls.made["mixture"] == before
     del other, report
     assert key not in records
+
+
+def test_no_weights_are_held(fused_mlp, device, calls):
+    """What is replaced in a block is freed."""
+    (dtype, *_) = dtypes(device)
+    _, fused = pair(fused_mlp, device, dtype=dtype)
+    block, before = layer_of(fused).mlp, calls.made["mixture"]
+    with torch.no_grad():
+        block(torch.randn(1, 3, 32, device=device, dtype=dtype))
+    assert calls.made["mixture"] == before + 1
+    replaced = [weakref.ref(part) for part in (block.gate, block.experts, block.experts.gate_up_proj)]
+    block.gate, block.experts = nn.Identity(), nn.Identity()
+    gc.collect()
+    assert [part() for part in replaced] == [None, None, None]
+
+
+def test_a_shared_part_that_does_not_fit(fused_mlp, device, calls):
+    """Of another dtype: the block's own code casts the sum."""
+    (dtype, *_) = dtypes(device)
+    config = mixtures.build("qwen3_moe", num_hidden_layers=1).config
+    plain = SharedBlock(config).to(device, dtype).eval()
+    for parameter in plain.parameters():
+        parameter.data.normal_(std=0.3)
+    plain.shared_experts.register_forward_hook(lambda module, given, out: out.double())
+    fused = copy.deepcopy(plain)
+    fused_mlp.fuse_mlps(fused)
+    x = torch.randn(2, 5, 32, device=device, dtype=dtype)
+    with torch.no_grad():
+        for _ in range(6):
+            got, expected = fused(x), plain(x)
+            assert got.dtype == expected.dtype == torch.float64 and error(got, expected) < bound(dtype)
+    assert calls.made["mixture"] == 0
 
 
 def test_reported(fused_mlp, device):

@@ -18,7 +18,7 @@ from ...backends import native
 from ..methods import switching
 from ..parts import refusals
 from ..proving.evaluation import Evaluation, inputs
-from ..proving.values import Bound, Held, Node, NotProved, Proof, Proofs, Value
+from ..proving.values import Bound, Dependency, Held, Node, NotProved, Proof, Proofs, Value
 from ..reading.attributes import class_of
 from ..running import shortcut, split_mlps
 from . import cached, mixtures, proofs, routers
@@ -177,7 +177,10 @@ def called(module: nn.Module, x: Any) -> Optional[Tensor]:
     if type(found) is not str:
         return found
     # The shared part is called where nothing else is known to be in the way, and so once.
-    return _plain.mixture(_records, module, x, getattr(module, found)(x))
+    found = _plain.mixture(_records, module, x, getattr(module, found)(x))
+    if found is None:  # its result does not fit: asked again only after twice as many misses
+        _records.pop(id(module), None)
+    return found
 
 
 def _learns(module: nn.Module) -> bool:
@@ -191,15 +194,20 @@ def _learns(module: nn.Module) -> bool:
     entry, found = cached.entry_of(experts), routers.router_of(router)
     if entry is None or found is None or entry.form.transposed or router.weight.shape[0] != entry.experts:
         return False
-    method = class_of(module).forward
     calls = [(type(part), "__call__", nn.Module.__call__) for part in (router, experts)]
-    conditions = conditions_of(module, _proof_of(module, method).dependencies, filter(None, children), attributes=calls)
+    # Those of its children are in their own conditions. To hold these would hold the weights.
+    own = [each for each in _proof_of(module, class_of(module).forward).dependencies if not _is_of_child(each)]
+    conditions = conditions_of(module, own, filter(None, children), attributes=calls)
     if conditions is None:
         return False
     for part in (router, experts):
         shortcut.know_kernel(type(part), part.forward.__func__)
     _records.setdefault(id(module), {})[_set_to(module)] = Record(conditions, children, found, entry)
     return True
+
+
+def _is_of_child(dependency: Dependency) -> bool:
+    return type(dependency.owner) is tuple and dependency.owner != ()
 
 
 def _is_asked(module: nn.Module) -> bool:
