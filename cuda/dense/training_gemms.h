@@ -267,8 +267,7 @@ struct Cuda {
     std::optional<Scratch> partial;
     if (parts > 1) partial.emplace(parts * cols * static_cast<int64_t>(sizeof(float)));
     check(launch_column_sums(matrix(x), rows, cols, dtype_of(x, "grad"), out.mutable_data_ptr(), dtype_of(out, "bias"),
-                             partial ? static_cast<float*>(partial->data()) : nullptr, parts,
-                             current_stream(x)));
+                             partial ? static_cast<float*>(partial->data()) : nullptr, parts, current_stream(x)));
     return out;
   }
 

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from safety import assert_close
 
+
 @pytest.fixture
 def module_of(fused_mlp):
     return lambda name: importlib.import_module(f"{fused_mlp.__name__}.{name}")
