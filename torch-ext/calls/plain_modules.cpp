@@ -536,6 +536,8 @@ PyObject* py_block_of(PyObject* given) {
   PyObject* of[8];
   if (!unpack(given, "dtooooot", of)) return nullptr;
   PyObject* const plan = of[1];
+  const PastModes modes;
+  if (modes.said() != kYes) return nullptr;
   if (field(plan, kLast) == Py_None &&
       looks_left(of[0], plan, of[2], of[3], {Py_None, Py_None, {}, of[5], of[4], Py_None}) == kYes) {
     return PyBool_FromLong(false);

@@ -33,8 +33,7 @@ _forward, _backward = native.training_forward, native.training_backward
 # Past torch's dispatcher where nothing has to see them there (torch-ext/calls/direct/ops.h), for calls that nothing
 # traces.
 _plain_forward, _plain_backward, _plain_backward_in_place = (
-    getattr(native.plain_modules, name, None)
-    for name in ("training_forward", "training_backward", "training_backward_")
+    getattr(native.plain_modules, f"training_{name}", None) for name in ("forward", "backward", "backward_")
 )
 
 _save = getattr(native.plain_modules, "save", None)
@@ -140,7 +139,7 @@ def _share(op: str, activation: int) -> int:
 def least_rows(op: str, gated: bool, activation: int, weight: Tensor, memory: str, composite: bool = False) -> int:
     """The number of rows from which on a call with this first weight [hidden, in] is one op where autograd follows.
 
-    ``composite``: the model's activation is several operations of torch.
+    ``composite``: the parts are many operations of torch, as ``dispatch.WORK_OF_MANY`` has it.
     """
     hidden, width = weight.shape
     if memory == RECOMPUTED or weight.numel() == 0:

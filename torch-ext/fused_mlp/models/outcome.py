@@ -341,13 +341,16 @@ def _notes(module: nn.Module, mlps: Iterable[FoundMLP], methods: Iterable[Functi
     memory = next(map(rewriter.memory_of, filter(rewriter.is_fused, methods)), training.KEPT)
     found = [(mlp, mlp.pattern, _weight(mlp)) for mlp in mlps if module.training]
     least = [
-        training.least_rows(
-            pattern.op, pattern.gated, mlp.activation.code, weight, memory, recognition.is_composite(mlp.act)
-        )
+        training.least_rows(pattern.op, pattern.gated, mlp.activation.code, weight, memory, _has_many_operations(mlp))
         for mlp, pattern, weight in found
         if weight is not None and weight.requires_grad
     ]
     return (Reason(FEW_ROWS, "", f"{max(least):,}"),) if least and max(least) > 1 else ()
+
+
+def _has_many_operations(mlp: FoundMLP) -> bool:
+    """True if an activation of several operations, or a norm of the sum behind an MLP of two modules, is in the op."""
+    return recognition.is_composite(mlp.act) or (bool(mlp.split) and mlp.around == NORMED)
 
 
 def _weight(mlp: FoundMLP) -> Optional[Tensor]:
