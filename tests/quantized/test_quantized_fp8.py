@@ -119,12 +119,13 @@ def test_layers_alone(fused_mlp, device, ops, own, monkeypatch):
     """Up to as many rows as an MLP's; more are left."""
     monkeypatch.setattr(sys.modules[f"{fused_mlp.__name__}.models.running.adapted"], "_LEAST_ELEMENTS", 0)
     monkeypatch.setattr(sys.modules[f"{fused_mlp.__name__}.models.running.adapted"], "_LEAST_WEIGHTS", 0)
-    layer = layer_of(fused_mlp, nn.Linear(256, 128)).to(device).requires_grad_(False)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    layer = layer_of(fused_mlp, nn.Linear(256, 128, dtype=dtype)).to(device).requires_grad_(False)
     fused = copy.deepcopy(nn.Sequential(layer))
     report = fused_mlp.fuse_mlps(fused)
     assert [module.pattern for module in report.fused] == [f"linear in fp8 up to {most_rows()} rows"]
     for rows, is_fused in ((1, True), (most_rows(), True), (most_rows() + 1, False)):
-        x = torch.randn(rows, 256, device=device, dtype=layer.bias.dtype)
+        x = torch.randn(rows, 256, device=device, dtype=dtype)
         expected = layer(x)
         own.clear()
         ops.clear()

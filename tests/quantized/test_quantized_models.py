@@ -74,7 +74,11 @@ def layer_4bit(source, dtype, nested=False, format="nf4"):
     return made.to(source.weight.device)
 
 
-def quantise(model, *rest, only=lambda name: "attention" not in name and "attn" not in name, **options):
+def is_of_mlp(name):
+    return not any(word in name for word in ("attention", "attn", "pooler"))
+
+
+def quantise(model, *rest, only=is_of_mlp, **options):
     for name, layer in list(model.named_modules()):
         if type(layer) is nn.Linear and "head" not in name and only(name):
             parent, _, child = name.rpartition(".")

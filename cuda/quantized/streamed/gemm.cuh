@@ -265,11 +265,12 @@ __device__ __forceinline__ void multiply_block(CodedSums<Gemm>& sums, const Stag
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t pairs[8];
-      scales[i][half] = stage.scale(i, half);
       if constexpr (Gemm::kCoding == Coding::kInt4) {
+        scales[i][half] = stage.scale(i, half);
         Gemm::Decoder::decode_16(pairs, stage.codes(i, half), take_zero(scales[i][half]));
       } else {
         Gemm::Decoder::decode_16(pairs, table, stage.codes(i, half));
+        scales[i][half] = stage.scale(i, half);
       }
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
