@@ -1,6 +1,7 @@
 """Ops of training are called past torch's dispatcher, unless something is to see them there."""
 
 import importlib
+import weakref
 
 import pytest
 import torch
@@ -113,3 +114,13 @@ def test_errors_are_those_of_the_op(device, module_of):
             op(x, weight, None, 1e-5, 1, False)
         words.append(str(raised.value).splitlines()[0])
     assert words[0] == words[1]
+
+
+def test_results_are_not_leaked(device, module_of):
+    norms, weight = module_of("autograd.norms"), torch.ones(8, device=device)
+    y, statistics = norms._plain_forward(torch.randn(2, 8, device=device), weight, None, 1e-5, 1, False)
+    for each in (y, statistics):
+        assert each._use_count() == 1
+        gone = weakref.ref(each)
+    del y, statistics, each
+    assert gone() is None

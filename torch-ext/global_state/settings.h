@@ -59,9 +59,9 @@ struct Settings {
   PyObject* is_negated;
   PyObject* empty_like;
   PyObject* is_profiled;
-  PyObject* handles;       // functions of torch: from a tensor to a handle of it, and back; None where there are none
-  PyObject* shares;        // by code of an activation: how many hidden values count for one in least_recorded, of MLPs
-                           // without a gate
+  PyObject* handles;  // functions of torch: from a tensor to a handle of it, from a list of these to tensors; or None
+  PyObject* shares;   // by code of an activation: how many hidden values count for one in least_recorded, of MLPs
+                      // without a gate
   PyObject* work_of_many;  // how many times its work an MLP without a gate counts for in least_work where its parts are
                            // many operations: its activation is, or a norm of the sum is behind it
   PyObject* saved_tensors_hooks;  // a function of torch: the hooks of tensors that autograd saves

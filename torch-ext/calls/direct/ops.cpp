@@ -21,9 +21,10 @@
 namespace fused_mlp {
 namespace {
 
-// The functions of torch from a tensor of Python's to a handle of it, which is new and in a capsule, and back.
+// The functions of torch from a tensor of Python's to a handle of it, which is new and in a capsule, and from a list of
+// such to tensors. The function from one to a tensor leaks it (PyTorch 2.13).
 PyObject* to_handle() { return PyTuple_GetItem(settings.handles, 0); }
-PyObject* to_tensor() { return PyTuple_GetItem(settings.handles, 1); }
+PyObject* to_tensors() { return PyTuple_GetItem(settings.handles, 1); }
 
 #if defined(CUDA_KERNEL)
 constexpr auto device_of_ops = aoti_torch_device_type_cuda;
@@ -102,15 +103,14 @@ struct Operand<std::optional<bool>> {
 };
 
 PyObject* tensors_of(const std::vector<Tensor>& found) {
-  Owned tensors(PyList_New(found.size()));
-  for (size_t i = 0; tensors && i < found.size(); ++i) {
+  const Owned handles(PyList_New(found.size()));
+  for (size_t i = 0; handles && i < found.size(); ++i) {
     AtenTensorHandle handle = nullptr;
     if (aoti_torch_new_tensor_handle(found[i].get(), &handle) != 0) return PyErr_NoMemory();
-    const Owned capsule(PyCapsule_New(handle, nullptr, nullptr));
-    PyObject* const tensor = capsule ? PyObject_CallFunctionObjArgs(to_tensor(), capsule.get(), nullptr) : nullptr;
-    if (tensor == nullptr || PyList_SetItem(tensors.get(), i, tensor) != 0) return nullptr;
+    PyObject* const capsule = PyCapsule_New(handle, nullptr, nullptr);
+    if (capsule == nullptr || PyList_SetItem(handles.get(), i, capsule) != 0) return nullptr;
   }
-  return tensors.release();
+  return handles ? PyObject_CallFunctionObjArgs(to_tensors(), handles.get(), nullptr) : nullptr;
 }
 
 template <typename... Tensors>

@@ -101,11 +101,11 @@ _is_profiled = getattr(torch.autograd, "_profiler_enabled", None)
 
 
 def _handles() -> Optional[Tuple[Callable[..., Any], Callable[..., Any]]]:
-    """Functions of torch from a tensor to a handle of it and back, which AOTInductor has; None where there are none."""
+    """Functions of torch from a tensor to a handle, and from a list of these to tensors; None where there are none."""
     functions = getattr(torch._C, "_aoti", None)
     to_handle = getattr(functions, "unsafe_alloc_void_ptr_from_tensor", None)
-    to_tensor = getattr(functions, "alloc_tensor_by_stealing_from_void_ptr", None)
-    return None if None in (_is_profiled, to_handle, to_tensor) else (to_handle, to_tensor)
+    to_tensors = getattr(functions, "alloc_tensors_by_stealing_from_void_ptrs", None)
+    return None if None in (_is_profiled, to_handle, to_tensors) else (to_handle, to_tensors)
 
 
 # Objects of torch and of this package that compiled code uses; settings.h describes them.
