@@ -519,7 +519,8 @@ Answer looks_left(PyObject* wholes, PyObject* plan, PyObject* owner, PyObject* x
   const Owned forward(own == nullptr ? nullptr : bound_function(own, module));
   PyObject* const segment = forward ? item(wholes, forward.get()) : nullptr;
   PyObject* const parts = segment == nullptr ? Py_None : PyTuple_GetItem(segment, kNames);
-  if (parts == Py_None || PyTuple_GetItem(parts, 0) == Py_None) return kNo;
+  // Else it is a list of modules or a mixture.
+  if (parts == Py_None || !PyTuple_Check(PyTuple_GetItem(parts, 0))) return kNo;
   PyObject *const pattern = PyTuple_GetItem(parts, 0), *const names_of_parts = PyTuple_GetItem(parts, 1);
   PyObject* const act = child(module, PyTuple_GetItem(names_of_parts, 0));
   PyObject* const first = act == nullptr ? nullptr : child(module, PyTuple_GetItem(names_of_parts, 1));
