@@ -67,12 +67,12 @@ class Segment(NamedTuple):
     (activation, projections)); of a whole MLP :class:`Parts`; of a second module its projection, the modules that may
     hand on what they are given, and the norm that ``ending`` tells of. For a module that runs the modules of a list one
     after the other, which are one MLP, it is (None, the name of the list, ``sequences.known``, ``firsts``, the pattern
-    of an MLP without a gate); for the block of a mixture, (its records,). ``rest`` is a second module's forward from behind its projection on, given the result of
-    that, where its parts have names. ``ending`` is whether a norm follows, where the rest is a sum with the second
-    module's other argument. ``before_a_norm`` is a first module's ``function`` for a call whose x has yet to go through
-    a norm: it does nothing with x but to hand it over, and returns None in branches without an MLP. ``behind``: how
-    many parts, the last of those that hand on what they are given, come behind a second module's projection, or the
-    last one of a whole MLP.
+    of an MLP without a gate); for the block of a mixture, (its records,). ``rest`` is a second module's forward from
+    behind its projection on, given the result of that, where its parts have names. ``ending`` is whether a norm
+    follows, where the rest is a sum with the second module's other argument. ``before_a_norm`` is a first module's
+    ``function`` for a call whose x has yet to go through a norm: it does nothing with x but to hand it over, and
+    returns None in branches without an MLP. ``behind``: how many parts, the last of those that hand on what they are
+    given, come behind a second module's projection, or the last one of a whole MLP.
     """
 
     forward: FunctionType
