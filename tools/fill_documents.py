@@ -159,8 +159,8 @@ def expect_table() -> str:
 
     eager, graphs = generate_gains("h200-generate")[0], generate_gains("h100-generate")[1]
     rows.append(("`generate`: Gemma 2B, Llama 8B", gain(*eager), "", f"{gain(*graphs)} (H100)"))
-    eager, graphs = generate_gains("h200-generate-static")
-    rows.append(("`generate`: Qwen3 30B-A3B, 4 layers", gain(*eager), "", gain(*graphs)))
+    eager, graphs = generate_gains("h200-generate-mixture")
+    rows.append(("`generate`: Qwen3 30B-A3B, 8 layers", gain(*eager), "", gain(*graphs)))
     eager, graphs = quantised_models_gains("nf4")
     rows.append(("decoding: Llama 8B in NF4, 8 layers, over bitsandbytes", gain(*eager), "", gain(*graphs)))
     rows += [(what, steps_gain(found), "", "") for what, found in training_gains().items()]
@@ -181,12 +181,11 @@ def expect_table() -> str:
 
 def training_gains() -> dict[str, list[tuple[float, float]]]:
     """Parts of eager's wall time and peak memory."""
-    blocks = [result["of_eager"] for result in run(BLOCKS)["results"] if result["model"] != "vit"]  # which is left
     llama_1b = next(each for each in run("h200-training-steps")["results"] if each["model"] == "llama-1b")
     llamas = [each for each in run("h200-training")["results"] if each.get("model") == "llama"] + [llama_1b]
     adapted = [each for each in run(ADAPTERS)["results"] if "dropout" not in each["adapters"]]
     return {
-        "training: BERT-base, GPT-2": [(parts["wall_us"], parts["peak"]) for parts in blocks],
+        "training: BERT-base, ViT-B, GPT-2": [of_eager(each) for each in run(BLOCKS)["results"]],
         "training: Llama 1B, 8B, 4 layers": [of_eager(each) for each in llamas],
         "training: Llama with LoRA, no dropout": [of_eager(each) for each in adapted if each["part"] == "step"],
         "training: QLoRA, Llama 1B, 4 layers, over PEFT": [
@@ -273,7 +272,7 @@ def models_machine() -> str:
     )
 
 
-GENERATED = ("h200-generate", "h100-generate", "h200-generate-mixture", "h200-generate-static")
+GENERATED = ("h200-generate", "h100-generate", "h200-generate-mixture")
 
 
 def generate_spread() -> str:
@@ -367,16 +366,18 @@ def training_steps_table() -> str:
     return documents.table(heads, rows, left=2)
 
 
-BLOCKS = "h200-training-blocks"  # parts of eager alone are stored
+BLOCKS = "h200-training-blocks"
 
 
 def training_blocks_table() -> str:
     rows = []
     for result in run(BLOCKS)["results"]:
+        eager, ours = (result["providers"][way] for way in ("eager", "ours"))
         title = f"{STEPS[result['model']]}, {' x '.join(map(str, result['shape']))}"
-        parts = (result["of_eager"].get(name) for name in ("kernel_us", "wall_us", "peak"))
-        rows.append((title, *("" if part is None else f"{part:.2f}" for part in parts)))
-    return documents.table(("step", "GPU time", "wall time", "peak memory"), rows, left=1)
+        gpu, wall, peak = (f"{ours[key] / eager[key]:.2f}" for key in ("kernel_us", "wall_us", "peak"))
+        spread = max(way["wall_us_spread"] / 2 for way in (eager, ours))
+        rows.append((title, f"{eager['wall_us'] / 1e3:.1f}", gpu, f"{wall} ± {spread:.0%}", peak))
+    return documents.table(("step", "eager, ms", "GPU time", "wall time", "peak memory"), rows, left=1)
 
 
 def training_machine() -> str:
