@@ -117,7 +117,7 @@ struct ExpertKernels {
   const Architecture* architecture;
   const GroupedKernels& kernels;
 
-  // Of those with a low-rank term the GPU's own.
+  // A low-rank term takes the kernels of the GPU's own architecture.
   static ExpertKernels of(const Tensor& x, const GroupedProblem& first, bool has_low_rank) {
     const Gpu& found = fused_mlp::gpu(x.get_device_index());
     return of(found, has_low_rank ? architecture_of(found) : architecture_of_experts(found, first));

@@ -101,7 +101,7 @@ GemmPlan choose_beside_sm90(const GemmProblem& p, const Gpu& gpu) {
   return best;
 }
 
-// Of one token, whose choices are the rows, clusters of sm_90a's kernels have more to prepare and to add up.
+// For few choices the clusters of sm_90a's kernels have more to prepare and to add up than they save.
 bool experts_are_faster_beside_sm90(const GroupedProblem& first, const Gpu&) {
   return first.routes.slots() <= kSearchedSlots && !first.transposed;
 }

@@ -255,7 +255,7 @@ def test_sigmoids(fused_mlp, device, monkeypatch, dtype, experts, top_k, groups,
         shares = scores.gather(1, index)
         shares = shares / shares.sum(-1, keepdim=True) * 2.5
         torch.testing.assert_close(weights.double(), shares, rtol=1e-5, atol=1e-6)
-        # Where two scores are within rounding of each other, either is right.
+        # If two scores are within rounding of each other, either is right.
         differ = (index.sort(-1).values != expected[2].sort(-1).values).any(-1)
         assert differ.sum() <= tokens // 50
     assert len(calls) == 5

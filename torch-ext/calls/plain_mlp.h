@@ -57,7 +57,7 @@ Answer is_composite(PyObject* act);
 // True if the first layer does too little on a GPU for an op that autograd records, by so many multiplications.
 Answer is_little_work(bool gated, bool in_eval, int64_t work);
 
-// Whether autograd follows an MLP, as x or its first weight tells, and it does too little for an op that is recorded,
+// True if autograd follows an MLP, as x or its first weight tells, and it does too little for an op that is recorded,
 // or its block does. Asked before all else, it saves all other questions: neither guards nor hooks are asked. `code` is
 // that of the activation, or nullptr.
 Answer is_left(const Mlp& mlp, PyObject* code, PyObject* dtype, const Block& block);
