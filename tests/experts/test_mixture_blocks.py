@@ -118,13 +118,18 @@ class SharedBlock(nn.Module):
         return hidden_states
 
 
+def shared_block(device, dtype):
+    """A block with a shared expert, in eval mode."""
+    plain = SharedBlock(mixtures.build("qwen3_moe", num_hidden_layers=1).config).to(device, dtype).eval()
+    for parameter in plain.parameters():
+        parameter.data.normal_(std=0.3)
+    return plain
+
+
 def test_a_shared_expert(fused_mlp, device, calls):
     """It is called once, with what it was called with, also where the block is not one call."""
     (dtype, *_) = dtypes(device)
-    config = mixtures.build("qwen3_moe", num_hidden_layers=1).config
-    plain = SharedBlock(config).to(device, dtype).eval()
-    for parameter in plain.parameters():
-        parameter.data.normal_(std=0.3)
+    plain = shared_block(device, dtype)
     fused, seen = copy.deepcopy(plain), []
     fused_mlp.fuse_mlps(fused)
     fused.shared_experts.register_forward_hook(lambda module, given, out: seen.append(given[0]))
@@ -337,10 +342,7 @@ def test_no_weights_are_held(fused_mlp, device, calls):
 def test_a_shared_part_that_does_not_fit(fused_mlp, device, calls):
     """Of another dtype: the block's own code casts the sum."""
     (dtype, *_) = dtypes(device)
-    config = mixtures.build("qwen3_moe", num_hidden_layers=1).config
-    plain = SharedBlock(config).to(device, dtype).eval()
-    for parameter in plain.parameters():
-        parameter.data.normal_(std=0.3)
+    plain = shared_block(device, dtype)
     plain.shared_experts.register_forward_hook(lambda module, given, out: out.double())
     fused = copy.deepcopy(plain)
     fused_mlp.fuse_mlps(fused)

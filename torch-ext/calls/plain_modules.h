@@ -48,7 +48,7 @@ namespace fused_mlp {
 //     The same of a child that is an MLP and no more. The dictionary holds segments as `split_mlp` has them, with the
 //     parts of the MLP (models/running/split_mlps.py).
 //   hold(conditions, module) -> bool
-//     Whether the conditions of a module (models/experts/conditions.py) hold.
+//     True if the conditions of a module (models/experts/conditions.py) hold.
 //   mixture(records, module, x, shared) -> Tensor | str | None
 //     The result of the block of a mixture, of its router and its experts, past torch's dispatcher. Where a shared part
 //     has to be called first, whose result is given then, its name. None where the block has no record that holds

@@ -151,14 +151,14 @@ PyObject* mixture(PyObject* records, PyObject* module, PyObject* x, bool recordi
   }
   PyObject* const record = record_of(records, module, state);
   if (record == nullptr || conditions_hold(PyTuple_GetItem(record, kBlock), module) != kYes) return nullptr;
-  PyObject *const children = PyTuple_GetItem(record, kChildren), *const found = PyTuple_GetItem(record, kRouter);
-  PyObject *const entry = PyTuple_GetItem(record, kExperts), *const weights = PyTuple_GetItem(entry, kWeights);
-  PyObject *const router = child(state, PyTuple_GetItem(children, 0)), *const experts =
-                                                                           child(state, PyTuple_GetItem(children, 1));
-  PyObject *const of_router = router == nullptr ? nullptr : state_of(router), *const of_experts =
-                                                                                  experts == nullptr
-                                                                                      ? nullptr
-                                                                                      : state_of(experts);
+  PyObject* const children = PyTuple_GetItem(record, kChildren);
+  PyObject* const found = PyTuple_GetItem(record, kRouter);
+  PyObject* const entry = PyTuple_GetItem(record, kExperts);
+  PyObject* const weights = PyTuple_GetItem(entry, kWeights);
+  PyObject* const router = child(state, PyTuple_GetItem(children, 0));
+  PyObject* const experts = child(state, PyTuple_GetItem(children, 1));
+  PyObject* const of_router = router == nullptr ? nullptr : state_of(router);
+  PyObject* const of_experts = experts == nullptr ? nullptr : state_of(experts);
   if (of_router == nullptr || of_experts == nullptr || PyTuple_GetItem(entry, kDtype) != dtype) return nullptr;
   if (runs_as_recorded(router, of_router, PyTuple_GetItem(found, kRouterConditions), recording) != kYes ||
       runs_as_recorded(experts, of_experts, PyTuple_GetItem(entry, kEntryConditions), recording) != kYes) {
@@ -175,12 +175,11 @@ PyObject* mixture(PyObject* records, PyObject* module, PyObject* x, bool recordi
   const bool has_bias = PyTuple_GetItem(found, kGroups) != Py_None;
   PyObject* const bias = !has_bias ? Py_None : buffers == nullptr ? nullptr : item(buffers, names().router_bias);
   if (bias == nullptr || (has_bias && class_of(bias) != settings.tensor)) return nullptr;
-  PyObject *const name_of_shared = PyTuple_GetItem(children, 2), *const added =
-                                                                     block != nullptr ? block->residual : shared;
-  const bool waits = name_of_shared != Py_None && shared == Py_None;
-  if ((name_of_shared == Py_None) != (shared == Py_None) && !waits) return nullptr;
-  if (block != nullptr && name_of_shared != Py_None) return nullptr;
+  PyObject* const name_of_shared = PyTuple_GetItem(children, 2);
+  const bool has_shared = name_of_shared != Py_None, waits = has_shared && shared == Py_None;
+  if (has_shared ? block != nullptr : shared != Py_None) return nullptr;
   if (waits && child(state, name_of_shared) == nullptr) return nullptr;
+  PyObject* const added = block != nullptr ? block->residual : shared;
   PyObject* rounded = Py_None;
   if (put(operands, kRouterBias, bias) != kYes || put(operands, kResidual, added) != kYes) return nullptr;
   if (added != Py_None && (!is_tensor(added) || has_attribute(added, names().dtype, dtype) != kYes)) return nullptr;
