@@ -183,11 +183,11 @@ def training_gains() -> dict[str, list[tuple[float, float]]]:
     """Parts of eager's wall time and peak memory."""
     llama_1b = next(each for each in run("h200-training-steps")["results"] if each["model"] == "llama-1b")
     llamas = [each for each in run("h200-training")["results"] if each.get("model") == "llama"] + [llama_1b]
-    adapted = [each for each in run(ADAPTERS)["results"] if "dropout" not in each["adapters"]]
+    adapted = run(ADAPTERS)["results"]
     return {
         "training: BERT-base, ViT-B, GPT-2": [of_eager(each) for each in run(BLOCKS)["results"]],
         "training: Llama 1B, 8B, 4 layers": [of_eager(each) for each in llamas],
-        "training: Llama with LoRA, no dropout": [of_eager(each) for each in adapted if each["part"] == "step"],
+        "training: Llama with LoRA": [of_eager(each) for each in adapted if each["part"] == "step"],
         "training: QLoRA, Llama 1B, 4 layers, over PEFT": [
             of_eager(each) for each in run(QUANTISED_MODELS)["results"] if each["shape"][0] == "qlora"
         ],
@@ -393,6 +393,7 @@ def training_machine() -> str:
 ADAPTERS = "h200-adapters"
 ADAPTED = {"compile": "torch.compile", "ours": HEADS["ours"], "ours-recompute": "recomputing"}
 ADAPTED |= {"ours-base": "without adapters", "gemms": "GEMMs alone"}
+ADAPTED_PARTS = ("mlp", "inference", "step", "experts", "experts in inference")
 
 
 def adapters_time(result: dict) -> str:
@@ -403,17 +404,17 @@ def adapters_time(result: dict) -> str:
 def adapters_table() -> str:
     """Eager's time and peak memory; speed-ups over it, and ours' part of its memory."""
     rows = []
-    for result in run(ADAPTERS)["results"]:
-        times, key = result["providers"], adapters_time(result)
-        if not times:
-            continue
+    timed = [(each, adapters_time(each), "") for each in run(ADAPTERS)["results"] if each["providers"]]
+    timed += [(each, "kernel_us", ", GPU time") for each, key, _ in timed if key == "wall_us"]
+    for result, key, words in sorted(timed, key=lambda each: ADAPTED_PARTS.index(each[0]["part"])):
+        times = result["providers"]
         eager = times["eager"]
         gains = (gain(eager[key] / times[way][key]) if way in times else "" for way in ADAPTED)
         memory = (
             [f"{eager['peak']:.0f}", f"{times['ours']['peak'] / eager['peak']:.0%}"] if "peak" in eager else ["", ""]
         )
         what = "" if result["part"] == "mlp" else f"{result['part']}, "
-        case = f"{what}{', '.join(map(str, result['shape']))}: {result['adapters']}"
+        case = f"{what}{', '.join(map(str, result['shape']))}: {result['adapters']}{words}"
         rows.append((case, f"{eager[key] / 1e3:.2f}", *gains, *memory))
     heads = ("M, D, H, rank: adapters", "eager, ms", *ADAPTED.values(), "peak, MiB", HEADS["ours"])
     return documents.table(heads, rows, left=1)
