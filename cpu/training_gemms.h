@@ -26,7 +26,7 @@ struct Cpu {
   static void mm(const Tensor& out, const Tensor& a, const Tensor& b) { multiply(out, a, b, false); }
   static void add_mm(const Tensor& out, const Tensor& a, const Tensor& b) { multiply(out, a, b, true); }
 
-  static bool batches(const Tensor&, int64_t) { return false; }
+  static bool batches(const Tensor&, int64_t, int64_t) { return false; }
   static void mm_both(Tensor&, Tensor&, const Tensor&, const Tensor&, const Tensor&) {}
 
   static Tensor column_sums(const Tensor& x, std::optional<torch::headeronly::ScalarType> dtype) {

@@ -14,6 +14,7 @@
 STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def("act_and_mul(Tensor gate, Tensor up, int activation) -> Tensor");
   ops.def("act_and_mul_backward(Tensor grad, Tensor gate, Tensor up, int activation) -> (Tensor, Tensor)");
+  ops.def("mm(Tensor a, Tensor b) -> Tensor");
   ops.def("linear(Tensor x, Tensor weight, Tensor? bias, int activation) -> Tensor");
   ops.def(
       "gated_linear(Tensor x, Tensor gate_weight, Tensor up_weight, Tensor? gate_bias, Tensor? up_bias, "
@@ -123,6 +124,7 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, FUSED_MLP_DISPATCH_KEY, ops) {
   ops.impl("act_and_mul", TORCH_BOX(&fused_mlp::act_and_mul));
   ops.impl("act_and_mul_backward", TORCH_BOX(&fused_mlp::act_and_mul_backward));
+  ops.impl("mm", TORCH_BOX(&fused_mlp::mm));
   ops.impl("linear", TORCH_BOX(&fused_mlp::linear));
   ops.impl("gated_linear", TORCH_BOX(&fused_mlp::gated_linear));
   ops.impl("plan", TORCH_BOX(&fused_mlp::plan));

@@ -23,6 +23,9 @@ Tensor act_and_mul(const Tensor& gate, const Tensor& up, int64_t activation);
 std::tuple<Tensor, Tensor> act_and_mul_backward(const Tensor& grad, const Tensor& gate, const Tensor& up,
                                                 int64_t activation);
 
+// a [m, k] b [k, n] by torch's GEMM, on a GPU as cuda/dense/torch/products.h has it
+Tensor mm(const Tensor& a, const Tensor& b);
+
 // act(x weight^T + bias)
 Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, int64_t activation);
 

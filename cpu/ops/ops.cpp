@@ -10,6 +10,7 @@
 #include "../few_rows/matmul.h"
 #include "../isa/isa.h"
 #include "../layers.h"
+#include "../training_gemms.h"
 
 namespace fused_mlp {
 
@@ -48,6 +49,13 @@ std::tuple<Tensor, Tensor> act_and_mul_backward(const Tensor& grad, const Tensor
                 walk.input(1), walk.input(2), walk.output(gate_grad), walk.output(walked_up_grad), kNoMatrix);
   if (up_strides != strides) torch::stable::copy_(up_grad, walked_up_grad);
   return {gate_grad, up_grad};
+}
+
+Tensor mm(const Tensor& a, const Tensor& b) {
+  check_product(a, b);
+  const Tensor out = new_dense(a, {a.size(0), b.size(1)});
+  Cpu::mm(out, a, b);
+  return out;
 }
 
 Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, int64_t activation) {

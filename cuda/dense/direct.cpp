@@ -5,7 +5,7 @@
 #include "../norms/run_norm.h"
 #include "../tensor_views.h"
 #include "fused_gemm.h"
-#include "torch_layer.h"
+#include "torch/torch_layer.h"
 
 namespace fused_mlp {
 namespace {

@@ -10,7 +10,7 @@
 #include "../device.h"
 #include "../gemm/choice/record.h"
 #include "fused_gemm.h"
-#include "torch_layer.h"
+#include "torch/torch_layer.h"
 
 namespace fused_mlp {
 namespace {

@@ -8,6 +8,7 @@
 #include "../device.h"
 #include "../pointwise/pointwise.h"
 #include "layer.h"
+#include "torch/products.h"
 
 namespace fused_mlp {
 
@@ -42,6 +43,14 @@ std::tuple<Tensor, Tensor> act_and_mul_backward(const Tensor& grad, const Tensor
                                     dtype_of(gate, "gate"), activation, current_stream(gate)));
   if (up_strides != strides) torch::stable::copy_(up_grad, walked_up_grad);
   return {gate_grad, up_grad};
+}
+
+Tensor mm(const Tensor& a, const Tensor& b) {
+  check_product(a, b);
+  const DeviceGuard device_guard(a.get_device_index());
+  const Tensor out = new_dense(a, {a.size(0), b.size(1)});
+  multiply(out, a, b);
+  return out;
 }
 
 Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, int64_t activation) {

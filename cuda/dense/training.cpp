@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "torch_layer.h"
+#include "torch/torch_layer.h"
 #include "training_gemms.h"
 
 namespace fused_mlp {

@@ -20,6 +20,7 @@
 #include "../pointwise/dropout.h"
 #include "../pointwise/pointwise.h"
 #include "layer.h"
+#include "torch/products.h"
 
 namespace fused_mlp {
 
@@ -216,32 +217,26 @@ struct LayerGemm : TrainingGemm {
 // The functions that backward.h and adapted.h ask of a backend.
 struct Cuda {
   static void linear_into(const Tensor& out, const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
-    fused_mlp::linear_into<aoti_torch_cuda_mm_out, aoti_torch_cuda_addmm_out>(out, x, weight, bias);
+    multiply(out, x, transposed(weight), bias);
   }
 
   static constexpr bool kHasSums = true;
   static constexpr bool kAddsRankLast = false;
 
-  static void mm(const Tensor& out, const Tensor& a, const Tensor& b) {
-    if (out.scalar_type() == a.scalar_type()) {
-      TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_mm_out(out.get(), a.get(), b.get()));
-    } else {
-      TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_mm_dtype_out(out.get(), a.get(), b.get(), aoti_torch_dtype_float32()));
-    }
-  }
+  static void mm(const Tensor& out, const Tensor& a, const Tensor& b) { multiply(out, a, b); }
 
   static void add(const Tensor& sum, const Tensor& term) {
     check(launch_add(sum.mutable_data_ptr(), term.mutable_data_ptr(), sum.numel(), current_stream(sum)));
   }
 
-  static void add_mm(const Tensor& out, const Tensor& a, const Tensor& b) {
-    TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_addmm_out(out.get(), out.get(), a.get(), b.get(), 1.0, 1.0));
-  }
+  static void add_mm(const Tensor& out, const Tensor& a, const Tensor& b) { multiply_and_add(out, a, b); }
 
-  // Alone, a product for a small weight has too few tiles for the chip. One more of a large weight gains nothing.
-  static bool batches(const Tensor& like, int64_t elements) {
+  // Alone, a product for a small weight has too few tiles for the chip. One more of a large weight gains nothing, and
+  // what is padded is one product.
+  static bool batches(const Tensor& like, int64_t out, int64_t in) {
     constexpr int64_t kSmall = 1 << 24;
-    return dtype_of(like, "grad") != DType::kFloat32 && elements <= kSmall;
+    const bool is_padded = out % kVectorOfHalves != 0 || in % kVectorOfHalves != 0;
+    return dtype_of(like, "grad") != DType::kFloat32 && out * in <= kSmall && !is_padded;
   }
 
   // The four matrices are tensors of their own. The stride of a batch is the distance between its two.

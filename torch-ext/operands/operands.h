@@ -177,6 +177,12 @@ inline void check_experts(const Tensor& x, const Tensor& top_k_index, const Tens
 }
 
 // The router of a mixture: torch_binding.h has its shapes.
+inline void check_product(const Tensor& a, const Tensor& b) {
+  STD_TORCH_CHECK(a.dim() == 2, "a must be [m, k]");
+  check_same_kind(b, "b", a);
+  STD_TORCH_CHECK(b.dim() == 2 && b.size(0) == a.size(1), "b must be [k, n]");
+}
+
 inline void check_router(const Tensor& x, const Tensor& weight, int64_t top_k) {
   STD_TORCH_CHECK(x.dim() == 2, "x must be [tokens, in]");
   check_weight(weight, "weight", x.size(1), x);

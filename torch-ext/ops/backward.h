@@ -148,8 +148,8 @@ struct NoKernel {
 //   add_mm(out, a, b)            out += a b
 //   kHasSums                     whether its mm writes the product of float16 or bfloat16 to float32 too, and there is
 //                                add(sum, term), sum += term, of float32 tensors that lie alike and without gaps
-//   batches(like, elements)      whether two products that make gradients of weights of so many elements, of the dtype
-//                                of a tensor, take less time as one batch
+//   batches(like, out, in)       whether two products that make gradients of weights [out, in], of the dtype of a
+//                                tensor, take less time as one batch
 //   mm_both(out, up_out, a, up_a, x)  that batch, out = a^T x and up_out = up_a^T x; it may exchange the two outputs
 //   column_sums(x, dtype)        the sums [cols] of the columns of a matrix, of x's dtype or the given one
 //   rows(x)                      x [..., cols] as a matrix whose rows have adjacent elements, if it can, without a copy
@@ -367,7 +367,7 @@ class Backward {
   // beside the gradient of one weight.
   bool batches(int64_t out, int64_t in) const {
     return sums_ == nullptr && grad_.size(0) * (4 * out - in) >= 2 * out * in && !needs.by_column(kWeight) &&
-           !needs.by_column(kUpWeight) && Backend::batches(grad_, out * in);
+           !needs.by_column(kUpWeight) && Backend::batches(grad_, out, in);
   }
 
   Tensor of_weight(const Tensor& grad, Operand weight) const { return of_weight(grad, *x_, needs.by_column(weight)); }

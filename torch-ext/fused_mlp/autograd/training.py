@@ -380,11 +380,18 @@ class _KnownLayer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
-        (x, weight), (_, *needs) = ctx.saved_tensors, ctx.needs_input_grad
-        rows = grad.reshape(-1, grad.shape[-1])
-        of_x = grad @ weight if needs[0] else None
-        of_weight = rows.t() @ x.reshape(-1, x.shape[-1]) if needs[1] else None
-        return None, of_x, of_weight, rows.sum(0) if needs[2] else None
+        return (None, *gradients_of_layer(grad, *ctx.saved_tensors, ctx.needs_input_grad[1:], torch.mm))
+
+
+def gradients_of_layer(
+    grad: Tensor, x: Optional[Tensor], weight: Optional[Tensor], needs: Sequence[bool], mm: Callable[..., Tensor]
+) -> Tuple[Optional[Tensor], ...]:
+    """The gradients of x, weight and bias of a linear layer, given that of its result, by ``mm``; None where not
+    needed."""
+    rows = grad.reshape(-1, grad.shape[-1])
+    of_x = mm(rows, weight).view(*grad.shape[:-1], weight.shape[1]) if needs[0] else None
+    of_weight = mm(rows.t(), x.reshape(-1, x.shape[-1])) if needs[1] else None
+    return of_x, of_weight, rows.sum(0) if needs[2] else None
 
 
 # Without what torch's own ``apply`` does before this in Python: under a transform, of gradients, no operand is of it.

@@ -93,6 +93,7 @@ def _of_quantized(x: Sequence[int], weights: Any, layouts: Sequence[int], *_: An
 
 
 _FORMULAS = {
+    "mm": lambda a, b, *_, **__: 2 * prod(a) * b[1],
     "linear": _of_one,
     "gated_linear": _of_two,
     "mlp": _of_two,

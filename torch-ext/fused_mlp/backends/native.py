@@ -26,6 +26,7 @@ linear = ops.linear.default
 gated_linear = ops.gated_linear.default
 gated_mlp = ops.gated_mlp.default
 mlp = ops.mlp.default
+mm = ops.mm.default
 residual_mlp = ops.residual_mlp.default
 residual_gated_mlp = ops.residual_gated_mlp.default
 training_forward = ops.training_forward.default

@@ -120,9 +120,8 @@ def layers_in(module: nn.Module) -> List[nn.Module]:
 
 
 def _is_read_with_others(module: nn.Module) -> bool:
-    """True for a layer with adapters or a quantised weight, or a wrapper of experts, which has no method of its own
-    inside of what is fused."""
-    return adapters.is_known(module) or wrappers.is_wrapper(module)
+    """True for a linear layer, or a wrapper of experts, which has no method of its own inside of what is fused."""
+    return adapters.is_known(module) or wrappers.is_wrapper(module) or adapted.is_odd(module)
 
 
 def blocks_around(module: nn.Module) -> Dict[int, str]:

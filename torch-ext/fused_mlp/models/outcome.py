@@ -172,9 +172,11 @@ def of_wrapper(module: nn.Module) -> Outcome:
     return Outcome(FULL, (), pattern) if refusal is None else Outcome(NONE, (Reason(OWN_WAY, "", refusal),), pattern)
 
 
-def of_adapted(module: nn.Module) -> Outcome:
-    """The outcome of a layer with an adapter, by itself."""
+def of_adapted(module: nn.Module) -> Optional[Outcome]:
+    """The outcome of a layer by itself: with an adapter, or a quantised weight, or of widths that are padded."""
     refusal, pattern = adapted.refusal(module), f"{forwards.LINEAR}{adapters.words_of((module,))}"
+    if adapted.is_odd(module):
+        return Outcome(FULL, (), _PADDED) if refusal is None else None
     return Outcome(FULL, (), pattern) if refusal is None else Outcome(NONE, (Reason(OWN_WAY, "", refusal),), pattern)
 
 
@@ -184,6 +186,7 @@ def of_norm(module: nn.Module) -> Outcome:
     return Outcome(FULL, (), pattern) if refusal is None else Outcome(NONE, (Reason(OWN_WAY, "", refusal),), pattern)
 
 
+_PADDED = "linear, padded"
 _EXPERTS, _UNTRAINED_EXPERTS, _ROUTER = "experts", "experts in inference", "router"
 _MIXTURE = "router and experts in inference"
 

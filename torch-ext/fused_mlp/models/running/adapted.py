@@ -1,5 +1,8 @@
-"""A linear layer by itself, as in an attention: one of PEFT's LoRA, whose two small products are part of its op, or one
-with a quantised weight, in inference."""
+"""A linear layer by itself, as in an attention or behind the last block.
+
+It is one of PEFT's LoRA, whose two small products are part of its op, one with a quantised weight, in inference, or a
+large one whose widths are no multiples of 8.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ from typing import Any, Dict, Optional, Set, Union
 
 from torch import Tensor, nn
 
-from ... import calls
+from ... import calls, dispatch
 from ...activations import get_activation
 from ...adapters import Layer
-from ...autograd import training
+from ...autograd import linear, training
 from ...quantized import weights as quantized
 from ..methods import switching
 from ..parts import adapters, refusals
@@ -27,10 +30,9 @@ _LEAST_ELEMENTS, _LEAST_WEIGHTS = 1 << 19, 1 << 18
 
 
 def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
-    """The forward of a layer with adapters, or a quantised weight, made anew, by name; nothing for any other module, or
-    where it cannot pay."""
+    """The forward of such a layer made anew, by name; nothing for any other module, or where it cannot pay."""
     if not adapters.is_known(module):
-        return {}
+        return {"forward": _fused_method(nn.Linear.forward)} if is_odd(module) else {}
     layer = adapters.layer_of(module)
     if type(layer) is str and not adapters.is_adapted(module):
         return {}
@@ -50,9 +52,19 @@ def _fused_method(method: FunctionType) -> FunctionType:
     return forward
 
 
+def is_odd(module: nn.Module) -> bool:
+    """True for a plain linear layer whose widths torch's products take long for."""
+    if type(module) is not nn.Linear or adapters.is_known(module):
+        return False
+    layer = refusals.parameters_of(module)
+    return type(layer) is not str and linear.suits(layer[0])
+
+
 def refusal(module: nn.Module) -> Optional[str]:
     """The reason why such a layer runs as it was written in its present state; None if it is one op."""
     state = adapters.of_state(module)
+    if state is None and is_odd(module):
+        return refusals.of_global_state() or linear.refusal(module.weight)
     if state is not None:
         return state
     layer = adapters.layer_of(module)
@@ -63,6 +75,8 @@ def refusal(module: nn.Module) -> Optional[str]:
 def _product(module: nn.Module, x: Tensor) -> Optional[Tensor]:
     if not isinstance(x, Tensor) or (x.is_cpu and x.numel() < _LEAST_ELEMENTS):
         return None
+    if type(module) is nn.Linear and not adapters.is_known(module):
+        return _of_odd_widths(module, x)
     if not adapters.is_adapted(module):
         return _of_quantised(adapters.layer_of(module), x)
     if not shortcut.is_grad_enabled() and module.training and shortcut.is_as_recorded(module, x):
@@ -78,6 +92,20 @@ def _product(module: nn.Module, x: Tensor) -> Optional[Tensor]:
     if refusals.of_input(x) is not None:
         return None
     return forwards.of_layers(forwards.LINEAR, x, [layer], _IDENTITY)
+
+
+def _of_odd_widths(module: nn.Module, x: Tensor) -> Optional[Tensor]:
+    weight = module._parameters.get("weight")
+    if weight is None or not linear.is_large(x, weight):
+        return None
+    layer = refusals.parameters_of(module)
+    if type(layer) is str or refusals.of_input(x) is not None:
+        return None
+    given = calls.autocast((x, *layer))
+    is_recorded = calls.is_plainly_recorded("linear", given)
+    if is_recorded is None or not linear.gains(*given[:2]):
+        return None
+    return dispatch.op_or_parts(linear.run, (*given, is_recorded), lambda: None)
 
 
 def _of_quantised(layer: Union[str, Layer], x: Tensor) -> Optional[Tensor]:

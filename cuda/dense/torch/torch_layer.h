@@ -1,7 +1,7 @@
 // A layer by torch's GEMMs, and by a pointwise kernel where these have no epilogue for its activation.
 #pragma once
 
-#include "layer.h"
+#include "../layer.h"
 
 namespace fused_mlp {
 

@@ -4,23 +4,20 @@
 
 #include <algorithm>
 
-#include "../../torch-ext/operands/operands.h"
-#include "../../torch-ext/ops/torch_gemm.h"
-#include "../device.h"
-#include "../pointwise/pointwise.h"
+#include "../../../torch-ext/operands/operands.h"
+#include "../../../torch-ext/ops/torch_gemm.h"
+#include "../../device.h"
+#include "../../pointwise/pointwise.h"
+#include "products.h"
 
 namespace fused_mlp {
 namespace {
 
 using torch::headeronly::ScalarType;
 
-constexpr int64_t kVectorOfHalves = 8;  // 16 bytes
-
 bool in_vectors(const void* data, int64_t row_stride) {
   return reinterpret_cast<uintptr_t>(data) % 16 == 0 && row_stride % kVectorOfHalves == 0;
 }
-
-constexpr auto linear_into_rows = linear_into<aoti_torch_cuda_mm_out, aoti_torch_cuda_addmm_out>;
 
 Matrix dense_matrix(const Tensor& rows) { return {rows.mutable_data_ptr(), rows.size(1)}; }
 
@@ -51,11 +48,11 @@ Tensor torch_layer(const Tensor& x, const Layer& layer) {
 }
 
 void torch_layer_into(const Tensor& out, const Tensor& x, const Layer& layer) {
-  linear_into_rows(out, x, layer.weight, layer.bias);
+  multiply(out, x, transposed(layer.weight), layer.bias);
   const bool gated = layer.up_weight != nullptr;
   if (!gated && layer.activation == kNoActivation) return;
   const Tensor up = gated ? new_dense(out, out.sizes()) : out;
-  if (gated) linear_into_rows(up, x, *layer.up_weight, layer.up_bias);
+  if (gated) multiply(up, x, transposed(*layer.up_weight), layer.up_bias);
   check(launch_act_and_mul(dense_matrix(out), gated ? dense_matrix(up) : kNoMatrix, dense_matrix(out), out.size(0),
                            out.size(1), dtype_of(out, "x"), layer.activation, current_stream(out)));
 }
@@ -64,7 +61,7 @@ Tensor torch_linear(const TensorRows& x, const std::vector<int64_t>& out_sizes, 
                     const OptionalTensor& bias) {
   const int64_t n = weight.size(0);
   const Tensor out = new_dense(x.tensor, out_sizes);
-  linear_into_rows(matrix_view(out, {x.rows, n}, {n, 1}), matrix_view(x), weight, bias);
+  multiply(matrix_view(out, {x.rows, n}, {n, 1}), matrix_view(x), transposed(weight), bias);
   return out;
 }
 

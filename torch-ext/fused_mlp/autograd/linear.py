@@ -1,0 +1,66 @@
+"""A large linear layer whose widths are no multiples of 8, as of a vocabulary of 50,257 tokens, on a GPU.
+
+torch's products of 16 bit take up to seven times as long where the rows of an operand do not begin at multiples of 16
+bytes. Those of this package are of padded copies where that takes less time (cuda/dense/torch/products.h).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from ..backends import native
+from . import training
+
+# From so many multiplications on: 512 rows of GPT-2's head take 429 us by torch, 200 by padded copies (H200). Smaller
+# products wait for the host, which takes longer for the copies.
+_LEAST_WORK = 1 << 34
+_LEAST_WEIGHTS = 1 << 20
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def suits(weight: Tensor) -> bool:
+    """True for a weight ``[out, in]`` whose products may gain."""
+    is_odd = weight.dim() == 2 and any(size % 8 != 0 for size in weight.shape)
+    return native.DEVICE_TYPE == "cuda" and is_odd and weight.numel() >= _LEAST_WEIGHTS
+
+
+def is_large(x: Tensor, weight: Tensor) -> bool:
+    """True for operands of so many multiplications as pay, on a GPU."""
+    return x.is_cuda and x.shape[:-1].numel() * weight.numel() >= _LEAST_WORK
+
+
+def gains(x: Tensor, weight: Tensor) -> bool:
+    """True if such a product, of operands as autocast casts them, is expected to take less time than torch's."""
+    return suits(weight) and refusal(weight) is None and x.dtype is weight.dtype
+
+
+def refusal(weight: Tensor) -> Optional[str]:
+    """The reason why such a weight is left to torch; None if it is not."""
+    if not weight.is_cuda or not native.is_hopper(weight):
+        return "on a device where nothing was measured"
+    return None if weight.dtype in _DTYPES else f"in {weight.dtype}"
+
+
+def run(x: Tensor, weight: Tensor, bias: Optional[Tensor], is_recorded: bool) -> Tensor:
+    """``x weight^T + bias`` for x ``[..., in]``, weight ``[out, in]`` and bias ``[out]``."""
+    return _record(x, weight, bias) if is_recorded else native.linear(x, weight, bias, training.NO_ACTIVATION)
+
+
+class _Recorded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
+        needs = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None)
+        return native.linear(x, weight, bias, training.NO_ACTIVATION)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+        x, weight = ctx.saved_tensors
+        mm = torch.mm if training.is_gradient_seen(grad) else native.mm
+        return training.gradients_of_layer(grad, x, weight, ctx.needs_input_grad, mm)
+
+
+_record = super(torch.autograd.Function, _Recorded).apply
