@@ -310,6 +310,18 @@ def trained_experts(ops) -> int:
             ops.experts_training_backward(*kept)
             ops.experts_training_backward_(*kept)
         ops.adapted_experts(x, *routed, *nothing, factors, [0.5, 2.0], 4, True, False, False, None, 0.0)
+        # gpt-oss's: transposed, in turns, with biases and limits; and those without a gate.
+        biases = (torch.randn(experts, size, device="cuda").to(dtype) for size in (384, 320))
+        lying = index, routed[1], first.mT.contiguous(), second.mT.contiguous(), *biases
+        alone = index, routed[1], first[:, :192], second, *nothing
+        for given, form in (
+            (lying, (3, True, True, True, 0.7, 1.0)),
+            (alone, (4, False, False, False, None, 0.0)),
+        ):
+            _, *kept = ops.experts_training_forward(x, *given, [None] * 4, [1.0, 1.0], *form)
+            kept = torch.ones_like(x), *kept, *given, [None] * 4, [1.0, 1.0], None, *form, 15 if given is alone else 783
+            ops.experts_training_backward(*kept)
+            ops.experts_training_backward_(*kept)
         torch.cuda.synchronize()
     return 2 * len(cases)
 

@@ -22,7 +22,7 @@ def refusal(
 ) -> Optional[str]:
     """The reason why a call that autograd follows, of plain tensors, is not one op each way; None if it is."""
     x, index, _, gate_up, down, *biases = given
-    if _is_compiling() or training.is_transformed() or training.is_followed():
+    if adapters != experts.NO_ADAPTERS if _is_compiling() else training.is_transformed() or training.is_followed():
         return "something follows the parts"
     is_plain = form == experts.Form(form.activation, True, False, False, None, 0.0) and biases == [None, None]
     if adapters != experts.NO_ADAPTERS and not is_plain:
@@ -61,6 +61,8 @@ def run(
 ) -> Tensor:
     """The result of a call of which :func:`refusal` says nothing."""
     x, index, *others = given
+    if _is_compiling():
+        return _Traced.apply(x, *others, index, form)
     factors, scalings = factors_of(adapters)
     return _Experts.apply(x, *others[:3], *factors, *others[3:], index, form, scalings)
 
@@ -102,6 +104,29 @@ class _Experts(torch.autograd.Function):
         return (*[next(found) if need else None for need in needs], None, None, None)
 
 
+class _Traced(torch.autograd.Function):
+    """The same for torch.compile, without adapters: what is kept is the graph's, and no gradient is differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, *others: Any) -> Tensor:
+        *stacks, index, form = others
+        found = native.experts_training_forward(x, index, weights, *stacks, *_NO_FACTORS, *form)
+        ctx.form = form
+        ctx.save_for_backward(weights, *stacks, index, *found[1:])
+        return found[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+        *given, index, sorted_x, of_gate_up = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:6]
+        places = (0, 1, 2, 3, _OPERANDS - 2, _OPERANDS - 1)
+        bits = sum(need << place for place, need in zip(places, needs))
+        kept = grad, sorted_x, of_gate_up, index, *given, *_NO_FACTORS, None
+        found = iter(native.experts_training_backward(*kept, *ctx.form, bits))
+        return (*[next(found) if need else None for need in needs], None, None)
+
+
+_NO_FACTORS = ((None,) * 4, (1.0, 1.0))
 _OPERANDS = 10  # that may have gradients: x, its shares, two weights, four factors, two biases
 
 

@@ -20,6 +20,7 @@ from torch import nn
 from ..autograd import training
 from . import outcome, verification
 from .experts import blocks, mixtures, routers, wrappers
+from .experts.known import llama4
 from .methods import switching
 from .outcome import Outcome, Reason
 from .parts import adapters
@@ -79,7 +80,7 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.K
                 for method in switching.methods_in(module).values():
                     second_modules.update(map(id, rewriter.second_modules_in(method, module)))
                 around.update(blocks_around(module))
-                inner.update(map(id, (*layers_in(module), *wrappers.within(module))))
+                inner.update(map(id, (*layers_in(module), *wrappers.within(module), *llama4.within(module))))
                 if found is not None and id(module) not in first_modules:
                     reported = report.norms if found.pattern in outcome.NORMS else report.modules
                     reported.append(of_module(path, module, in_block(found, around.get(id(module), ""))))
@@ -120,9 +121,9 @@ def layers_in(module: nn.Module) -> List[nn.Module]:
 
 
 def _is_read_with_others(module: nn.Module) -> bool:
-    """True for a layer with adapters or a quantised weight, or a wrapper of experts, which has no method of its own
-    inside of what is fused."""
-    return adapters.is_known(module) or wrappers.is_wrapper(module)
+    """True for a layer with adapters or a quantised weight, a wrapper of experts, or experts of a block, which have no
+    method of their own inside of what is fused."""
+    return adapters.is_known(module) or wrappers.is_wrapper(module) or llama4.are_experts(module)
 
 
 def blocks_around(module: nn.Module) -> Dict[int, str]:
@@ -208,7 +209,7 @@ def _plan_of(
     if finder is not None:
         return {}, outcome.of_finder(module, finder)
     methods, unknown = mixtures.fused_methods(module) or routers.fused_methods(module), ()
-    methods = methods or wrappers.fused_methods(module) or blocks.fused_methods(module)
+    methods = methods or wrappers.fused_methods(module) or llama4.fused_methods(module) or blocks.fused_methods(module)
     methods = methods or adapted.fused_methods(module) or normed.fused_methods(module)
     if not methods:
         methods, unknown = rewriter.fused_methods(module, memory)
@@ -246,6 +247,7 @@ def _plan_of(
 
 
 _UNCOMPARED = (routers.is_fused, blocks.is_fused, adapted.is_fused, normed.is_fused, wrappers.is_fused)
+_UNCOMPARED += (llama4.is_fused,)
 
 
 def _is_read(module: nn.Module, name: str, own: Any, method: FunctionType) -> bool:
