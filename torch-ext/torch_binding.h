@@ -173,7 +173,8 @@ std::vector<Tensor> experts_training_forward(const Tensor& x, const Tensor& top_
 
 // The gradients of x, top_k_weights, gate_up_weight and down_weight that the bits of `needs` ask for, in this order,
 // those of the four factors, as these lie, and those of the biases. `rank_rows` is what the forward returned last.
-std::vector<Tensor> experts_training_backward(const Tensor& grad, const Tensor& sorted, const Tensor& gate_up,
+// `sorted` is read for the gradients of gate_up_weight and of its first factor alone.
+std::vector<Tensor> experts_training_backward(const Tensor& grad, const OptionalTensor& sorted, const Tensor& gate_up,
                                               const Tensor& top_k_index, const Tensor& top_k_weights,
                                               const Tensor& gate_up_weight, const Tensor& down_weight,
                                               const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
@@ -183,7 +184,7 @@ std::vector<Tensor> experts_training_backward(const Tensor& grad, const Tensor& 
                                               std::optional<double> limit, double up_offset, int64_t needs);
 
 // The same in less memory: what was kept of gates and ups is overwritten.
-std::vector<Tensor> experts_training_backward_(const Tensor& grad, const Tensor& sorted, const Tensor& gate_up,
+std::vector<Tensor> experts_training_backward_(const Tensor& grad, const OptionalTensor& sorted, const Tensor& gate_up,
                                                const Tensor& top_k_index, const Tensor& top_k_weights,
                                                const Tensor& gate_up_weight, const Tensor& down_weight,
                                                const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,

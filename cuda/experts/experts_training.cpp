@@ -249,8 +249,8 @@ class TrainedExperts {
                         kept.stride(1) == 1,
                     name, " must be what the forward returned");
   }
-  void check_kept(const Tensor& sorted, const Tensor& gate_up) const {
-    check_kept(sorted, features_, "sorted");
+  void check_kept(const OptionalTensor& sorted, const Tensor& gate_up) const {
+    if (sorted) check_kept(*sorted, features_, "sorted");
     check_kept(gate_up, width_, "gate_up");
   }
 
@@ -363,7 +363,8 @@ namespace {
 
 // What the forward has kept.
 struct Kept {
-  const Tensor &sorted, &gate_up;
+  const OptionalTensor& sorted;
+  const Tensor& gate_up;
   const OptionalTensor& rank_rows;
 };
 
@@ -382,6 +383,7 @@ std::vector<Tensor> gradients_of_experts(const Tensor& grad, const Kept& kept, c
   if (adapters.any()) ranked = adapters.for_backward(experts.stream());
   const auto& [of_gate_up, of_down] = ranked;
   STD_TORCH_CHECK((of_gate_up && rank_rows) || !(needs & (kOfGateUpA | kOfGateUpB)), "gate_up_factors must be there");
+  STD_TORCH_CHECK(sorted || !(needs & (kOfGateUp | kOfGateUpA)), "sorted must be there");
   STD_TORCH_CHECK(of_down || !(needs & (kOfDownA | kOfDownB)), "down_factors must be there");
   const Tensor gate_up_gradient = overwrites ? gate_up : experts.new_gate_up(), sums = experts.new_row_sums();
   OptionalTensor down, down_a, down_b, down_bias;
@@ -405,9 +407,9 @@ std::vector<Tensor> gradients_of_experts(const Tensor& grad, const Kept& kept, c
   std::vector<Tensor> found;
   if (needs & kOfX) found.push_back(experts.input_gradient(gate_up_gradient, term));
   if (needs & kOfWeights) found.push_back(experts.weight_gradient(sums));
-  if (needs & kOfGateUp) found.push_back(experts.outer_of_weight(gate_up_gradient, sorted));
+  if (needs & kOfGateUp) found.push_back(experts.outer_of_weight(gate_up_gradient, *sorted));
   if (down) found.push_back(*down);
-  if (needs & kOfGateUpA) found.push_back(gradient(experts.outer(sorted, term->rows), 0, true));
+  if (needs & kOfGateUpA) found.push_back(gradient(experts.outer(*sorted, term->rows), 0, true));
   if (needs & kOfGateUpB) {
     experts.check_kept(*rank_rows, of_gate_up.a->size(1), "rank_rows");
     found.push_back(gradient(experts.outer(gate_up_gradient, *rank_rows), 0, false));
@@ -421,7 +423,7 @@ std::vector<Tensor> gradients_of_experts(const Tensor& grad, const Kept& kept, c
 
 }  // namespace
 
-std::vector<Tensor> experts_training_backward(const Tensor& grad, const Tensor& sorted, const Tensor& gate_up,
+std::vector<Tensor> experts_training_backward(const Tensor& grad, const OptionalTensor& sorted, const Tensor& gate_up,
                                               const Tensor& top_k_index, const Tensor& top_k_weights,
                                               const Tensor& gate_up_weight, const Tensor& down_weight,
                                               const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
@@ -434,7 +436,7 @@ std::vector<Tensor> experts_training_backward(const Tensor& grad, const Tensor& 
                               {activation, gated, interleaved, transposed, limit, up_offset}, needs, false);
 }
 
-std::vector<Tensor> experts_training_backward_(const Tensor& grad, const Tensor& sorted, const Tensor& gate_up,
+std::vector<Tensor> experts_training_backward_(const Tensor& grad, const OptionalTensor& sorted, const Tensor& gate_up,
                                                const Tensor& top_k_index, const Tensor& top_k_weights,
                                                const Tensor& gate_up_weight, const Tensor& down_weight,
                                                const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,

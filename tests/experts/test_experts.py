@@ -524,6 +524,22 @@ def test_memory_of_trained_forms(fused_mlp, device):
 
 
 @hopper
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("form", [{}, OF_GPT_OSS], ids=["plain", "gpt-oss"])
+def test_trained_compiled(fused_mlp, device, form, dynamic):
+    """One graph each way, by the same ops: the same bits as without."""
+    torch._dynamo.reset()
+    compute = torch.compile(functools.partial(fused_mlp.experts_mlp, **form), fullgraph=True, dynamic=dynamic)
+    for tokens in (60, 100) if dynamic else (60,):
+        made = drawn(tokens, 2, 3, (128, 192, 128), dtype=torch.bfloat16, device=device, biases=bool(form), **form)
+        made["top_k_weights"] = made["top_k_weights"].nan_to_num(0.3)
+        grad = torch.randn(tokens, 128, device=device).bfloat16()
+        expected = gradients(functools.partial(fused_mlp.experts_mlp, **form), made, grad)
+        for name, found in gradients(compute, made, grad).items():
+            assert torch.equal(found, expected[name]), name
+
+
+@hopper
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_trained_activations(fused_mlp, device, activation):
     for form, hidden in (({}, 64), ({"gated": False}, 128), ({"transposed": True, "interleaved": True}, 128)):

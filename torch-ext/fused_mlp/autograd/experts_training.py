@@ -48,6 +48,20 @@ def refusal(
 # As in cuda/experts/experts_training.cpp: a step of the sums over them.
 _FEATURES = 64
 _OUTER_FEATURES = 128  # rows of a tile of an outer product
+_BLOCK = 128  # sorted rows of one expert
+
+
+def keeps_no_more(given: Sequence[Optional[Tensor]], form: experts.Form) -> bool:
+    """True if a call of which :func:`refusal` says nothing, of frozen weights, keeps no more than products of groups
+    and a gate of torch's: before the activation and behind it, and what gradients of weights need besides."""
+    x, index, weights, gate_up, down = given[:5]
+    hidden, slots = down.shape[1 if form.transposed else 2], index.numel()
+    rows = (slots + min(gate_up.shape[0], slots) * (_BLOCK - 1)) // _BLOCK * _BLOCK
+    before = 2 * hidden if form.gated else hidden
+    features = x.shape[1] if gate_up.requires_grad else 0
+    ours = rows * (before + features) + x.numel()
+    of_down = (hidden if down.requires_grad else 0) + (x.shape[1] if weights.requires_grad else 0)
+    return ours <= slots * (before + hidden + features + of_down)
 
 
 def factors_of(adapters: experts.Adapters) -> Tuple[List[Optional[Tensor]], List[float]]:
@@ -76,7 +90,8 @@ class _Experts(torch.autograd.Function):
         # They belong to the node, where no hooks have to see what autograd saves: its backward may overwrite them.
         is_own = training._saved_tensors_hooks(False) is None
         ctx.form, ctx.scalings, ctx.own = form, scalings, (of_gate_up, None) if is_own else None
-        kept = sorted_x, None if is_own else of_gate_up, *rank_rows
+        of_first = ctx.needs_input_grad[2] or ctx.needs_input_grad[4]  # its weight, or an adapter's first factor
+        kept = sorted_x if of_first else None, None if is_own else of_gate_up, *rank_rows
         ctx.save_for_backward(x, weights, gate_up, down, *others[:-3], index, *kept)
         return out
 
@@ -121,7 +136,7 @@ class _Traced(torch.autograd.Function):
         needs = ctx.needs_input_grad[:6]
         places = (0, 1, 2, 3, _OPERANDS - 2, _OPERANDS - 1)
         bits = sum(need << place for place, need in zip(places, needs))
-        kept = grad, sorted_x, of_gate_up, index, *given, *_NO_FACTORS, None
+        kept = grad, sorted_x if needs[2] else None, of_gate_up, index, *given, *_NO_FACTORS, None
         found = iter(native.experts_training_backward(*kept, *ctx.form, bits))
         return (*[next(found) if need else None for need in needs], None, None)
 

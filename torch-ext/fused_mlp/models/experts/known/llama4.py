@@ -30,8 +30,7 @@ from .. import mixtures
 _NAME = "transformers.models.llama4.modeling_llama4.Llama4TextMoe"
 _ROUTER, _EXPERTS = "router", "experts"
 _WEIGHTS = ("gate_up_proj", "down_proj")
-# Hashes of the source of the forwards of block, router and experts, each with the first version of transformers that was
-# read.
+# Hashes of the source of the forwards of block, router and experts, each with the version of transformers that has it.
 _DIGESTS = {"0065276034df72c8": "5.22"}
 
 
