@@ -154,7 +154,7 @@ class TrainedExperts {
   // Fills `gate_up` with the values before the activation, biases included.
   Tensor hidden(const Tensor& sorted, const Tensor& gate_up, const OptionalTerm& term) const {
     if (!fuses_) {
-      product(sorted, gate_up_, form_.transposed, gate_up, gate_up_bias_);
+      product(sorted, gate_up_, form_.transposed, gate_up, gate_up_bias_, term);
       const Tensor out = new_rows(hidden_);
       check(launch_expert_gates(gates(gate_up, out), rows(), stream_));
       return out;
@@ -176,7 +176,7 @@ class TrainedExperts {
   Tensor differentiated(const Tensor& grad, const Tensor& gate_up, const Tensor& gate_up_gradient,
                         const Tensor& row_sums, const OptionalTerm& term) const {
     if (!fuses_) {
-      const Tensor hidden = product(grad, down_, !form_.transposed, new_rows(hidden_));
+      const Tensor hidden = product(grad, down_, !form_.transposed, new_rows(hidden_), {}, term);
       ExpertGateGradients made{gates(gate_up, hidden)};
       made.gradient = hidden.const_data_ptr();
       made.gate_up_gradient = gate_up_gradient.mutable_data_ptr();
@@ -255,9 +255,9 @@ class TrainedExperts {
   }
 
   ExpertAdapters adapters(const std::vector<OptionalTensor>& factors, const std::vector<double>& scalings) const {
-    const ExpertAdapters found(factors, scalings, like_, routes_, gate_up_, down_);
-    STD_TORCH_CHECK(!found.any() || (fuses_ && hidden_ >= kTiledBlock), "with adapters there must be ", kTiledBlock,
-                    " hidden features at least, gates and ups side by side, and nothing else");
+    const ExpertAdapters found(factors, scalings, like_, routes_, gate_up_, down_, form_.transposed);
+    STD_TORCH_CHECK(!found.any() || hidden_ >= kTiledBlock, "with adapters there must be ", kTiledBlock,
+                    " hidden features at least");
     return found;
   }
 
@@ -398,7 +398,8 @@ std::vector<Tensor> gradients_of_experts(const Tensor& grad, const Kept& kept, c
     if (needs & kOfDown) down = experts.outer_of_weight(rows, hidden);
     if (needs & kOfDownA) down_a = gradient(experts.outer(hidden, term->rows), 1, true);
     if (needs & kOfDownB) {
-      const Tensor of_hidden = experts.rank_rows(hidden, *of_down.b, of_down.a->size(1));
+      const Tensor a = form.transposed ? adapters.scaled_a(1, experts.stream()) : *of_down.b;
+      const Tensor of_hidden = experts.rank_rows(hidden, a, of_down.a->size(1));
       down_b = gradient(experts.outer(rows, of_hidden), 1, false);
     }
   }

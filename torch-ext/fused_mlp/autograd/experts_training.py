@@ -25,8 +25,6 @@ def refusal(
     if adapters != experts.NO_ADAPTERS if _is_compiling() else training.is_transformed() or training.is_followed():
         return "something follows the parts"
     is_plain = form == experts.Form(form.activation, True, False, False, None, 0.0) and biases == [None, None]
-    if adapters != experts.NO_ADAPTERS and not is_plain:
-        return "adapters of experts with more than gates and ups side by side"
     if native.DEVICE_TYPE != "cuda" or dispatch.select("experts_mlp", x) is not native or not native.is_hopper(x):
         return "no kernel that trains on this device"
     others = (tensor.dtype for tensor in (gate_up, down, *biases) if tensor is not None)
