@@ -80,7 +80,7 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.K
                 for method in switching.methods_in(module).values():
                     second_modules.update(map(id, rewriter.second_modules_in(method, module)))
                 around.update(blocks_around(module))
-                inner.update(map(id, (*layers_in(module), *wrappers.within(module), *llama4.within(module))))
+                inner.update(map(id, (*layers_in(module), *wrappers.within(module))))
                 if found is not None and id(module) not in first_modules:
                     reported = report.norms if found.pattern in outcome.NORMS else report.modules
                     reported.append(of_module(path, module, in_block(found, around.get(id(module), ""))))
@@ -107,10 +107,10 @@ def is_fused(module: nn.Module) -> bool:
 
 
 def first_modules_in(module: nn.Module) -> List[nn.Module]:
-    """The first modules of the split MLPs that a module runs fused, or what its wrapper is around."""
+    """The first modules of the split MLPs that a module runs fused, or what its wrapper is around, or its block."""
     methods = switching.methods_in(module).values()
     found = [part for method in methods for part in rewriter.first_modules_in(method, module)]
-    return [*found, *wrappers.within(module)]
+    return [*found, *wrappers.within(module), *llama4.within(module)]
 
 
 def layers_in(module: nn.Module) -> List[nn.Module]:
@@ -121,9 +121,9 @@ def layers_in(module: nn.Module) -> List[nn.Module]:
 
 
 def _is_read_with_others(module: nn.Module) -> bool:
-    """True for a layer with adapters or a quantised weight, a wrapper of experts, or experts of a block, which have no
-    method of their own inside of what is fused."""
-    return adapters.is_known(module) or wrappers.is_wrapper(module) or llama4.are_experts(module)
+    """True for a layer with adapters or a quantised weight, or a wrapper of experts, which has no method of its own
+    inside of what is fused."""
+    return adapters.is_known(module) or wrappers.is_wrapper(module)
 
 
 def blocks_around(module: nn.Module) -> Dict[int, str]:

@@ -45,13 +45,8 @@ def is_mixture(module: nn.Module) -> bool:
 
 
 def within(module: nn.Module) -> Tuple[nn.Module, ...]:
-    """The experts of a block: they have its outcome, and no method of their own."""
+    """The experts of a block, which has their outcome; where it runs as written, they run by a method of their own."""
     return (module._modules[_EXPERTS],) if is_mixture(module) else ()
-
-
-def are_experts(module: nn.Module) -> bool:
-    """True for the experts of such a block."""
-    return f"{class_of(module).__module__}.{class_of(module).__qualname__}" == _NAME.replace("Moe", "Experts")
 
 
 def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
