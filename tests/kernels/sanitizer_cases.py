@@ -314,14 +314,16 @@ def trained_experts(ops) -> int:
         biases = (torch.randn(experts, size, device="cuda").to(dtype) for size in (384, 320))
         lying = index, routed[1], first.mT.contiguous(), second.mT.contiguous(), *biases
         alone = index, routed[1], first[:, :192], second, *nothing
-        for given, form in (
-            (lying, (3, True, True, True, 0.7, 1.0)),
-            (alone, (4, False, False, False, None, 0.0)),
+        for given, adapters, form, bits in (
+            (lying, [None] * 4, (3, True, True, True, 0.7, 1.0), 783),
+            (lying, factors, (3, True, True, True, 0.7, 1.0), 1023),
+            (alone, [None] * 4, (4, False, False, False, None, 0.0), 15),
         ):
-            _, *kept = ops.experts_training_forward(x, *given, [None] * 4, [1.0, 1.0], *form)
-            kept = torch.ones_like(x), *kept, *given, [None] * 4, [1.0, 1.0], None, *form, 15 if given is alone else 783
-            ops.experts_training_backward(*kept)
-            ops.experts_training_backward_(*kept)
+            _, *kept = ops.experts_training_forward(x, *given, adapters, [0.5, 2.0], *form)
+            sorted_x, gate_up, *rows = kept
+            kept = torch.ones_like(x), sorted_x, gate_up, *given, adapters, [0.5, 2.0], rows[0] if rows else None
+            ops.experts_training_backward(*kept, *form, bits)
+            ops.experts_training_backward_(*kept, *form, bits)
         torch.cuda.synchronize()
     return 2 * len(cases)
 
