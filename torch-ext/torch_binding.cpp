@@ -71,7 +71,8 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "Tensor down_weight, Tensor? gate_up_bias, Tensor? down_bias, Tensor?[] factors, float[] scalings, "
       "int activation, bool gated, bool interleaved, bool transposed, float? limit, float up_offset) -> Tensor[]");
   ops.def(
-      "experts_training_backward(Tensor grad, Tensor? sorted, Tensor gate_up, Tensor top_k_index, Tensor top_k_weights, "
+      "experts_training_backward(Tensor grad, Tensor? sorted, Tensor gate_up, Tensor top_k_index, Tensor "
+      "top_k_weights, "
       "Tensor gate_up_weight, Tensor down_weight, Tensor? gate_up_bias, Tensor? down_bias, Tensor?[] factors, "
       "float[] scalings, Tensor? rank_rows, int activation, bool gated, bool interleaved, bool transposed, "
       "float? limit, float up_offset, int needs) -> Tensor[]");

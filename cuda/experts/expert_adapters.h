@@ -56,7 +56,8 @@ class ExpertAdapters {
   bool any() const { return has(0) || has(1); }
   int64_t rank(size_t layer) const { return a(layer)->size(1); }
 
-  // Those of both layers: a times the scaling, and b, transposed where weights are. `of_slots`: of the experts of slots.
+  // Those of both layers: a times the scaling, and b, transposed where weights are. `of_slots`: of the experts of
+  // slots.
   std::pair<RankFactors, RankFactors> for_forward(bool of_slots, cudaStream_t stream) const {
     StackCopies copies{};
     if (of_slots) copies.of_slots = routes_;
@@ -65,16 +66,17 @@ class ExpertAdapters {
       if (!has(layer)) return {};
       const int64_t ranks = in_steps(rank(layer), kRankStep);
       return {copied(copies, *a(layer), false, {groups, ranks, a(layer)->size(2)}, scalings_[layer]),
-              transposed_ ? copied(copies, *b(layer), true, {groups, in_steps(ranks, kTransposedK), b(layer)->size(1)}, 1.0)
-                          : copied(copies, *b(layer), false, {groups, b(layer)->size(1), ranks}, 1.0)};
+              transposed_
+                  ? copied(copies, *b(layer), true, {groups, in_steps(ranks, kTransposedK), b(layer)->size(1)}, 1.0)
+                  : copied(copies, *b(layer), false, {groups, b(layer)->size(1), ranks}, 1.0)};
     };
     std::pair<RankFactors, RankFactors> found{factors(0), factors(1)};
     check(launch_stack_copies(copies, stream));
     return found;
   }
 
-  // For the gradients of what the layers are given: b transposed, and a times the scaling, as it lies unless weights are
-  // transposed.
+  // For the gradients of what the layers are given: b transposed, and a times the scaling, as it lies unless weights
+  // are transposed.
   std::pair<RankFactors, RankFactors> for_backward(cudaStream_t stream) const {
     StackCopies copies{};
     const auto factors = [&](size_t layer) -> RankFactors {
@@ -94,8 +96,9 @@ class ExpertAdapters {
   // A layer's a times its scaling, which rows are multiplied by.
   Tensor scaled_a(size_t layer, cudaStream_t stream) const {
     StackCopies copies{};
-    const Tensor found = copied(copies, *a(layer), false,
-                                {routes_.experts, in_steps(rank(layer), kRankStep), a(layer)->size(2)}, scalings_[layer]);
+    const Tensor found =
+        copied(copies, *a(layer), false, {routes_.experts, in_steps(rank(layer), kRankStep), a(layer)->size(2)},
+               scalings_[layer]);
     check(launch_stack_copies(copies, stream));
     return found;
   }

@@ -220,11 +220,10 @@ class TrainedExperts {
   // Every expert's sum of rows, times their weights or as they are.
   Tensor bias_gradient(const Tensor& rows, bool weighted) const {
     const Tensor out = new_dense(like_, {experts_, rows.size(1)});
-    check(launch_expert_sums({ranges_, static_cast<int>(experts_), rows.const_data_ptr(),
-                              static_cast<int>(rows.size(1)),
-                              weighted ? static_cast<const float*>(row_weights_.const_data_ptr()) : nullptr,
-                              out.mutable_data_ptr(), dtype_},
-                             stream_));
+    check(launch_expert_sums(
+        {ranges_, static_cast<int>(experts_), rows.const_data_ptr(), static_cast<int>(rows.size(1)),
+         weighted ? static_cast<const float*>(row_weights_.const_data_ptr()) : nullptr, out.mutable_data_ptr(), dtype_},
+        stream_));
     return out;
   }
 

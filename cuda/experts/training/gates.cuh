@@ -163,7 +163,8 @@ __global__ void __launch_bounds__(kGateThreads)
           for (int half = 0; half < 2; ++half) {
             const int i = 2 * word + half;
             const float limit = gates.limits.limit, up = pair.up.lane(i);
-            const GluGradient<A> made(gradients.lane(i) * weight, pair.limited_gate(gates, i), pair.limited_up(gates, i));
+            const GluGradient<A> made(gradients.lane(i) * weight, pair.limited_gate(gates, i),
+                                      pair.limited_up(gates, i));
             sum = fmaf(gradients.lane(i), made.value, sum);
             of_gate[half] = passed(made.gate, pair.gate.lane(i) > limit);
             of_up[half] = passed(made.up, up > limit || up < -limit);

@@ -5,8 +5,7 @@
 namespace fused_mlp {
 
 cudaError_t launch_expert_gates(const ExpertGates& gates, int64_t rows, cudaStream_t stream) {
-  auto* kernel =
-      gates.dtype == DType::kFloat16 ? expert_gates_kernel<__half> : expert_gates_kernel<__nv_bfloat16>;
+  auto* kernel = gates.dtype == DType::kFloat16 ? expert_gates_kernel<__half> : expert_gates_kernel<__nv_bfloat16>;
   kernel<<<static_cast<unsigned>(rows), kGateThreads, 0, stream>>>(gates);
   return cudaGetLastError();
 }

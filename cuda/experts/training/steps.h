@@ -14,20 +14,21 @@ struct ExpertGates {
   int64_t activation;
   bool gated, interleaved;  // gates lie before ups, or in turns with them
   GateLimits limits;
-  int width;             // hidden features, a multiple of 8
-  const void* gate_up;   // [rows, width], or [rows, 2 width] where gated: sums before the limits, biases included
-  void* hidden;          // [rows, width]
+  int width;            // hidden features, a multiple of 8
+  const void* gate_up;  // [rows, width], or [rows, 2 width] where gated: sums before the limits, biases included
+  void* hidden;         // [rows, width]
   DType dtype;
 };
 
-// From the gradient of the hidden values, which leaves out the row's weight: those of `gate_up`, the hidden values times
-// that weight, and the gradient of the weight. Of rows that are not filled zeros are written up to a whole kZeroRows.
+// From the gradient of the hidden values, which leaves out the row's weight: those of `gate_up`, the hidden values
+// times that weight, and the gradient of the weight. Of rows that are not filled zeros are written up to a whole
+// kZeroRows.
 struct ExpertGateGradients {
-  ExpertGates gates;         // whose `hidden` is written
-  const void* gradient;      // [rows, width], may be `hidden`
-  void* gate_up_gradient;    // as gate_up, which it may be
+  ExpertGates gates;       // whose `hidden` is written
+  const void* gradient;    // [rows, width], may be `hidden`
+  void* gate_up_gradient;  // as gate_up, which it may be
   const float* row_weights;
-  float* row_sums;           // [rows]
+  float* row_sums;  // [rows]
   // The gradient of the result, and the last biases, [rows, features] and [experts, features]: what these add to the
   // gradient of the weight. Null where there are none.
   const void* result_gradient;

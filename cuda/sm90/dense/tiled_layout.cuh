@@ -158,8 +158,8 @@ constexpr bool kMayBeMasked = Gemm::kGradient && !Gemm::kGrouped && Gemm::kBlock
 // The kernels that bring a tile's biases to shared memory. Of those that read weights as they lie, experts alone have
 // biases.
 template <typename Gemm>
-constexpr bool kTakesTileBias = !Gemm::kSwapped &&
-                                (!Gemm::kTransposed || (Gemm::kGrouped && Gemm::kPair && !Gemm::kOuter));
+constexpr bool kTakesTileBias =
+    !Gemm::kSwapped && (!Gemm::kTransposed || (Gemm::kGrouped && Gemm::kPair && !Gemm::kOuter));
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 

@@ -96,8 +96,12 @@ struct GroupedTileOrder {
     const int2 at = grouped_tile<TileOrder::kGroupM>(index - first / kTiledBlock * tiles_n,
                                                      (count + kTiledBlock - 1) / kTiledBlock, tiles_n);
     const int row = at.x * kTiledBlock;
-    return {first + row, min(at.y * Gemm::kTileN, args.last_column), expert * grouped.weight_rows,
-            expert * grouped.rank_weight_rows, min(count - row, kTiledBlock), expert * grouped.bias_stride};
+    return {first + row,
+            min(at.y * Gemm::kTileN, args.last_column),
+            expert * grouped.weight_rows,
+            expert * grouped.rank_weight_rows,
+            min(count - row, kTiledBlock),
+            expert * grouped.bias_stride};
   }
 };
 
