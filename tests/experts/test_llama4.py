@@ -73,7 +73,7 @@ def test_experts_that_nobody_chose(fused_mlp, device):
     for module in (block, fused):
         module(x)[0].sum().backward()
     assert fused.experts.down_proj.grad[2].any() and not fused.experts.down_proj.grad[[0, 1, 3, 4]].any()
-    torch.testing.assert_close(fused.experts.gate_up_proj.grad, block.experts.gate_up_proj.grad)
+    assert differ(fused.experts.gate_up_proj.grad, block.experts.gate_up_proj.grad) <= 1e-5
 
 
 def test_explained(fused_mlp, device):
@@ -116,7 +116,7 @@ def test_another_source_is_left(fused_mlp, device):
     expected = block(x)[0]
     fused_mlp.fuse_mlps(block)
     with chosen(fused_mlp) as routed:
-        torch.testing.assert_close(block(x)[0], expected)
+        assert differ(block(x)[0], expected) <= 1e-5
     assert routed.call_count == 0
 
 
