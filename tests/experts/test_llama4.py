@@ -12,6 +12,17 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_local_experts": 5}
 
 
+def module_of(fused_mlp):
+    return sys.modules[f"{fused_mlp.__name__}.models.experts.known.llama4"]
+
+
+@pytest.fixture(autouse=True)
+def any_number_of_tokens(fused_mlp, monkeypatch, request):
+    """On a GPU the time decides: here it does not."""
+    if "tokens" not in request.fixturenames:
+        monkeypatch.setattr(module_of(fused_mlp), "_pays", lambda *_: True)
+
+
 def pair(fused_mlp, device, dtype=torch.float32, top_k=1, activation="silu"):
     """A block, and a copy of it that is fused."""
     block = Llama4TextMoe(Llama4TextConfig(**SIZES, num_experts_per_tok=top_k, hidden_act=activation))
@@ -25,7 +36,7 @@ def pair(fused_mlp, device, dtype=torch.float32, top_k=1, activation="silu"):
 
 def chosen(fused_mlp):
     """What watches if the chosen experts alone are computed."""
-    module = sys.modules[f"{fused_mlp.__name__}.models.experts.known.llama4"]
+    module = module_of(fused_mlp)
     return unittest.mock.patch.object(module, "_routed", wraps=module._routed)
 
 
@@ -126,6 +137,17 @@ def test_patched(fused_mlp, device, monkeypatch):
     with chosen(fused_mlp) as routed:
         fused(torch.randn(1, 7, 64, device=device))
     assert routed.call_count == 0
+
+
+@pytest.mark.parametrize("tokens", [1, 60, 2000])
+def test_what_pays(fused_mlp, device, tokens):
+    """On a GPU few tokens that train, of which all experts are chosen, are left; on a CPU none are."""
+    block, fused = pair(fused_mlp, device, torch.bfloat16)
+    with chosen(fused_mlp) as routed:
+        fused(torch.randn(1, tokens, 64, device=device).bfloat16())
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+    taken = {1: device.type == "cpu" or is_hopper, 60: device.type == "cpu", 2000: True}[tokens]
+    assert routed.called == taken
 
 
 def test_restored(fused_mlp, device):

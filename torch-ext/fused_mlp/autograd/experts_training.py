@@ -24,7 +24,8 @@ def refusal(
     x, index, _, gate_up, down, *biases = given
     if adapters != experts.NO_ADAPTERS if _is_compiling() else training.is_transformed() or training.is_followed():
         return "something follows the parts"
-    is_plain = form == experts.Form(form.activation, True, False, False, None, 0.0) and biases == [None, None]
+    is_plain = form == experts.Form(form.activation, True, False, False, None, 0.0)
+    is_plain = is_plain and all(bias is None for bias in biases)
     if native.DEVICE_TYPE != "cuda" or dispatch.select("experts_mlp", x) is not native or not native.is_hopper(x):
         return "no kernel that trains on this device"
     others = (tensor.dtype for tensor in (gate_up, down, *biases) if tensor is not None)
