@@ -142,7 +142,7 @@ def test_patched(fused_mlp, device, monkeypatch):
 @pytest.mark.parametrize("tokens", [1, 60, 2000])
 def test_what_pays(fused_mlp, device, tokens):
     """On a GPU few tokens that train, of which all experts are chosen, are left; on a CPU none are."""
-    block, fused = pair(fused_mlp, device, torch.bfloat16)
+    _, fused = pair(fused_mlp, device, torch.bfloat16)
     with chosen(fused_mlp) as routed:
         fused(torch.randn(1, tokens, 64, device=device).bfloat16())
     is_hopper = device.type == "cuda" and torch.cuda.get_device_capability() == (9, 0)
