@@ -360,7 +360,7 @@ std::vector<Tensor> experts_training_forward(const Tensor& x, const Tensor& top_
 
 namespace {
 
-// What the forward has kept.
+// The values that the forward has kept.
 struct Kept {
   const OptionalTensor& sorted;
   const Tensor& gate_up;

@@ -35,7 +35,7 @@ def pair(fused_mlp, device, dtype=torch.float32, top_k=1, activation="silu"):
 
 
 def chosen(fused_mlp):
-    """What watches if the chosen experts alone are computed."""
+    """A watch on whether the chosen experts alone are computed."""
     module = module_of(fused_mlp)
     return unittest.mock.patch.object(module, "_routed", wraps=module._routed)
 

@@ -1,5 +1,5 @@
-// What is between the two products of experts in training, forward and backward, where no epilogue does it. A CTA has a
-// row. Memory is what bounds these kernels: gates and ups in turns are parted in registers.
+// Activation and gate between the two products of experts in training, forward and backward, where no epilogue computes
+// them. A CTA has a row. Memory is what bounds these kernels: gates and ups in turns are parted in registers.
 #pragma once
 
 #include "../../gemm/epilogue.cuh"

@@ -107,7 +107,7 @@ def _fused_method(method: FunctionType) -> FunctionType:
 
 
 def _routed(module: nn.Module, form: Form, index: Tensor, rows: Tensor, scores: Tensor) -> Tensor:
-    """What the chosen experts add to every token: a row for each, times its score."""
+    """The sum that the chosen experts add to every token: each has a row of its own, times its score."""
     tokens, top_k = index.shape
     of_slots = (rows.unsqueeze(1) * scores.gather(1, index).unsqueeze(-1)).reshape(tokens * top_k, -1)
     weights = (getattr(module._modules[_EXPERTS], name) for name in _WEIGHTS)
@@ -147,7 +147,7 @@ _MOST_READ = 0.4
 
 
 def _read(module: nn.Module) -> Union[str, _Known]:
-    """What a block computes; or, as a noun phrase, why it runs as it was written."""
+    """The computation of a block; or, as a noun phrase, why it runs as it was written."""
     known = _proof_of(module)
     if known is None or not are_unchanged(known.attributes):
         return "a patched class"
