@@ -36,6 +36,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from tqdm import tqdm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import gemm_kernels
@@ -66,6 +67,7 @@ class Mixture:
     hidden: int
     tokens: tuple[int, ...]
     trained: tuple[int, ...] = ()  # numbers of tokens at which forward and backward are measured too
+    of_gpt_oss: bool = False  # transposed weights with biases, gates and ups in turns and limited
 
     @property
     def title(self) -> str:
@@ -76,17 +78,22 @@ GPU_MIXTURES = (
     Mixture("Qwen3-30B-A3B", 128, 8, 2048, 768, (1, 16, 128, 1024, 4096), (4096,)),
     Mixture("Mixtral-8x7B", 8, 2, 4096, 14336, (1, 4096)),
     Mixture("vLLM's", 128, 8, 2816, 704, (1, 128, 4096)),
+    Mixture("gpt-oss-20b", 32, 4, 2880, 2880, (1, 512, 4096), (512, 4096), of_gpt_oss=True),
 )
 CPU_MIXTURES = (Mixture("small", 64, 4, 1024, 512, (1, 64), (64,)),)
 MIXTURES = GPU_MIXTURES if ON_GPU else CPU_MIXTURES
 
 
 def experts_of(mixture: Mixture) -> nn.Module:
-    """The experts as transformers has them in a Qwen3-MoE, with random weights."""
-    sizes = {"hidden_size": mixture.dim, "moe_intermediate_size": mixture.hidden, "num_experts": mixture.experts}
-    config = transformers.Qwen3MoeConfig(**sizes)
+    """The experts as transformers has them in a Qwen3-MoE, or in gpt-oss, with random weights."""
+    if mixture.of_gpt_oss:
+        sizes = {"intermediate_size": mixture.hidden, "num_local_experts": mixture.experts}
+        kind, config = GptOssExperts, transformers.GptOssConfig(hidden_size=mixture.dim, **sizes)
+    else:
+        sizes = {"moe_intermediate_size": mixture.hidden, "num_experts": mixture.experts}
+        kind, config = Qwen3MoeExperts, transformers.Qwen3MoeConfig(hidden_size=mixture.dim, **sizes)
     with torch.device(DEVICE):
-        made = Qwen3MoeExperts(config).bfloat16()
+        made = kind(config).bfloat16()
     for weight in made.parameters():
         nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
     return made
@@ -102,6 +109,9 @@ def routed(mixture: Mixture, tokens: int, routing: str) -> tuple[Tensor, Tensor]
     return index, torch.rand(tokens, mixture.top_k, device=DEVICE).softmax(-1).bfloat16()
 
 
+OF_GPT_OSS = {"activation": "quick_gelu", "interleaved": True, "transposed": True, "limit": 7.0, "up_offset": 1.0}
+
+
 def ways(
     module: nn.Module, fused_mlp, tokens: int, slow: tuple[str, ...]
 ) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
@@ -112,8 +122,12 @@ def ways(
         return module(x, index, weights)
 
     def ours(backend: str, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        given = x, index, weights, module.gate_up_proj, module.down_proj
         with fused_mlp.backend(backend):
-            return fused_mlp.experts_mlp(x, index, weights, module.gate_up_proj, module.down_proj)
+            if isinstance(module, GptOssExperts):
+                biases = module.gate_up_proj_bias, module.down_proj_bias
+                return fused_mlp.experts_mlp(*given, *biases, **OF_GPT_OSS)
+            return fused_mlp.experts_mlp(*given)
 
     def forced(architecture: str, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         with gemm_kernels.forced(fused_mlp, architecture):
@@ -132,7 +146,7 @@ def ways(
         if gemm_kernels.runs_on("sm80", torch.cuda.get_device_capability()):
             # The kernels for other GPUs than Hopper, which a Hopper GPU runs where they are forced.
             made["ours-mma"] = partial(forced, "sm80")
-    if "liger" in slow:
+    if "liger" in slow and not isinstance(module, GptOssExperts):
         from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 
         made["liger"] = lambda x, index, weights: LigerFusedMoEFunction.apply(

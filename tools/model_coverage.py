@@ -94,6 +94,7 @@ def count(coverage: Coverage, model_type: str, model, report) -> None:
     for path, module in mlps.find(model).items():
         where = "MoE experts" if mlps.is_experts(module) else kind
         inside = [entry for entry in report.modules if is_in(entry.path, path) or is_across(entry, path)]
+        inside += [entry for entry in report.modules if is_around(entry, path)]
         outcome = outcome_of(inside)
         coverage.counts[where, outcome] += 1
         if outcome == LEFT:
@@ -110,6 +111,11 @@ def is_in(path: str, outer: str) -> bool:
 def is_across(entry, path: str) -> bool:
     """True if an entry is of the owner of two modules that are one MLP, and the path leads to one of them."""
     return "in two modules" in entry.pattern and is_in(path, entry.path)
+
+
+def is_around(entry, path: str) -> bool:
+    """True if an entry is of a block that has the outcome of the experts in it (Llama 4), to which the path leads."""
+    return entry.pattern == "experts" and path == f"{entry.path}.experts"
 
 
 def survey_blocks(fused_mlp) -> list[tuple[str, str, str, str]]:
@@ -216,9 +222,9 @@ def document(coverage: Coverage, found) -> str:
         "",
         "Experts hold their weights in stacks. *Fused*, all experts of a layer are one call of `experts_mlp`: on a",
         "CPU, where this was made, whatever `experts_implementation` is set; on a Hopper GPU too, in",
-        "16 bit, on both without gradients; elsewhere on GPUs in the place of `eager` alone, for want of kernels.",
-        "*Pointwise* are those that multiply all tokens with all experts (Llama 4), *left* those whose class spells",
-        "them out in another way.",
+        "16 bit, there with gradients, on a CPU without; elsewhere on GPUs in the place of `eager` alone, for want",
+        "of kernels. Llama 4's class multiplies all tokens with all experts: its block calls the chosen ones as one.",
+        "*Left* are those whose class spells them out in another way.",
         "",
         "## Blocks of diffusers and timm",
         "",

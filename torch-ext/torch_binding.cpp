@@ -69,16 +69,19 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "float scaling) -> (Tensor, Tensor, Tensor)");
   ops.def(
       "experts_training_forward(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up_weight, "
-      "Tensor down_weight, Tensor?[] factors, float[] scalings, int activation) -> Tensor[]");
+      "Tensor down_weight, Tensor? gate_up_bias, Tensor? down_bias, Tensor?[] factors, float[] scalings, "
+      "int activation, bool gated, bool interleaved, bool transposed, float? limit, float up_offset) -> Tensor[]");
   ops.def(
-      "experts_training_backward(Tensor grad, Tensor sorted, Tensor gate_up, Tensor top_k_index, Tensor top_k_weights, "
-      "Tensor gate_up_weight, Tensor down_weight, Tensor?[] factors, float[] scalings, Tensor? rank_rows, "
-      "int activation, int needs) -> Tensor[]");
-  ops.def(
-      "experts_training_backward_(Tensor grad, Tensor sorted, Tensor(a!) gate_up, Tensor top_k_index, Tensor "
+      "experts_training_backward(Tensor grad, Tensor? sorted, Tensor gate_up, Tensor top_k_index, Tensor "
       "top_k_weights, "
-      "Tensor gate_up_weight, Tensor down_weight, Tensor?[] factors, float[] scalings, Tensor? rank_rows, "
-      "int activation, int needs) -> Tensor[]");
+      "Tensor gate_up_weight, Tensor down_weight, Tensor? gate_up_bias, Tensor? down_bias, Tensor?[] factors, "
+      "float[] scalings, Tensor? rank_rows, int activation, bool gated, bool interleaved, bool transposed, "
+      "float? limit, float up_offset, int needs) -> Tensor[]");
+  ops.def(
+      "experts_training_backward_(Tensor grad, Tensor? sorted, Tensor(a!) gate_up, Tensor top_k_index, Tensor "
+      "top_k_weights, Tensor gate_up_weight, Tensor down_weight, Tensor? gate_up_bias, Tensor? down_bias, "
+      "Tensor?[] factors, float[] scalings, Tensor? rank_rows, int activation, bool gated, bool interleaved, "
+      "bool transposed, float? limit, float up_offset, int needs) -> Tensor[]");
   ops.def(
       "training_forward(Tensor x, Tensor weight, Tensor? up_weight, Tensor? second_weight, Tensor? bias, "
       "Tensor? up_bias, Tensor? second_bias, int activation, bool keep, bool? up_first) -> (Tensor, Tensor, Tensor)");

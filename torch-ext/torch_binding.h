@@ -161,32 +161,40 @@ std::tuple<Tensor, Tensor, Tensor> sigmoid_router(const Tensor& x, const Tensor&
                                                   int64_t top_k, int64_t groups, int64_t top_groups, bool normalized,
                                                   double scaling);
 
-// On a GPU, experts_mlp as autograd follows it, of gated experts without biases, whose inputs and hidden features are
-// multiples of 64: returns the result, and what its backward needs: x sorted by expert, and the values of gates and ups
-// before the activation. No weights are transposed, no gates and ups alternate. `factors` are none, or those of
-// adapted_experts: then there are at least 128 hidden features, and the rows of the first layer's adapter, if it has
-// one, come last.
+// On a GPU, experts_mlp as autograd follows it, of experts whose inputs and hidden features are multiples of 64:
+// returns the result, and what its backward needs: x sorted by expert, and the values of gates and ups before limits
+// and activation, as the weights have them. `factors` are none, or those of adapted_experts, and then the rows of the
+// first layer's adapter, if it has one, come last. There are at least 128 hidden features, but of gates and ups side by
+// side without adapters, biases, limits and transposed weights.
 std::vector<Tensor> experts_training_forward(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights,
                                              const Tensor& gate_up_weight, const Tensor& down_weight,
+                                             const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
                                              const std::vector<OptionalTensor>& factors,
-                                             const std::vector<double>& scalings, int64_t activation);
+                                             const std::vector<double>& scalings, int64_t activation, bool gated,
+                                             bool interleaved, bool transposed, std::optional<double> limit,
+                                             double up_offset);
 
 // The gradients of x, top_k_weights, gate_up_weight and down_weight that the bits of `needs` ask for, in this order,
-// and then those of the four factors, as these lie. `rank_rows` is what the forward returned last.
-std::vector<Tensor> experts_training_backward(const Tensor& grad, const Tensor& sorted, const Tensor& gate_up,
+// those of the four factors, as these lie, and those of the biases. `rank_rows` is what the forward returned last.
+// `sorted` is read for the gradients of gate_up_weight and of its first factor alone.
+std::vector<Tensor> experts_training_backward(const Tensor& grad, const OptionalTensor& sorted, const Tensor& gate_up,
                                               const Tensor& top_k_index, const Tensor& top_k_weights,
                                               const Tensor& gate_up_weight, const Tensor& down_weight,
+                                              const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
                                               const std::vector<OptionalTensor>& factors,
                                               const std::vector<double>& scalings, const OptionalTensor& rank_rows,
-                                              int64_t activation, int64_t needs);
+                                              int64_t activation, bool gated, bool interleaved, bool transposed,
+                                              std::optional<double> limit, double up_offset, int64_t needs);
 
 // The same in less memory: what was kept of gates and ups is overwritten.
-std::vector<Tensor> experts_training_backward_(const Tensor& grad, const Tensor& sorted, const Tensor& gate_up,
+std::vector<Tensor> experts_training_backward_(const Tensor& grad, const OptionalTensor& sorted, const Tensor& gate_up,
                                                const Tensor& top_k_index, const Tensor& top_k_weights,
                                                const Tensor& gate_up_weight, const Tensor& down_weight,
+                                               const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
                                                const std::vector<OptionalTensor>& factors,
                                                const std::vector<double>& scalings, const OptionalTensor& rank_rows,
-                                               int64_t activation, int64_t needs);
+                                               int64_t activation, bool gated, bool interleaved, bool transposed,
+                                               std::optional<double> limit, double up_offset, int64_t needs);
 
 // The op of a call that autograd follows: linear, or gated_linear where there is an up_weight; and where there is a
 // second_weight, mlp or gated_mlp. Returns the result, and with `keep` the values before the activation and, of a gated

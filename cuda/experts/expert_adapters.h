@@ -31,8 +31,8 @@ inline Stack stack_of(const Tensor& tensor, bool transposed = false) {
 class ExpertAdapters {
  public:
   ExpertAdapters(const std::vector<OptionalTensor>& factors, const std::vector<double>& scalings, const Tensor& like,
-                 const Routes& routes, const Tensor& gate_up_weight, const Tensor& down_weight)
-      : factors_(factors), scalings_(scalings), like_(like), routes_(routes) {
+                 const Routes& routes, const Tensor& gate_up_weight, const Tensor& down_weight, bool transposed = false)
+      : factors_(factors), scalings_(scalings), like_(like), routes_(routes), transposed_(transposed) {
     STD_TORCH_CHECK(factors.empty() || (factors.size() == 4 && scalings.size() == 2),
                     "factors must be two of each layer");
     for (size_t layer = 0; 2 * layer < factors.size(); ++layer) {
@@ -46,7 +46,8 @@ class ExpertAdapters {
                         "factors must be [experts, ., .], in the dtype of x or in float32, on its device");
       }
       STD_TORCH_CHECK(a(layer)->size(1) == b(layer)->size(2) && a(layer)->size(1) > 0 &&
-                          b(layer)->size(1) == weight.size(1) && a(layer)->size(2) == weight.size(2),
+                          b(layer)->size(1) == weight.size(transposed ? 2 : 1) &&
+                          a(layer)->size(2) == weight.size(transposed ? 1 : 2),
                       "factors must fit the weights");
     }
   }
@@ -55,7 +56,8 @@ class ExpertAdapters {
   bool any() const { return has(0) || has(1); }
   int64_t rank(size_t layer) const { return a(layer)->size(1); }
 
-  // Those of both layers: a times the scaling, and b. `of_slots`: of the experts of slots.
+  // Those of both layers: a times the scaling, and b, transposed where weights are. `of_slots`: of the experts of
+  // slots.
   std::pair<RankFactors, RankFactors> for_forward(bool of_slots, cudaStream_t stream) const {
     StackCopies copies{};
     if (of_slots) copies.of_slots = routes_;
@@ -64,24 +66,39 @@ class ExpertAdapters {
       if (!has(layer)) return {};
       const int64_t ranks = in_steps(rank(layer), kRankStep);
       return {copied(copies, *a(layer), false, {groups, ranks, a(layer)->size(2)}, scalings_[layer]),
-              copied(copies, *b(layer), false, {groups, b(layer)->size(1), ranks}, 1.0)};
+              transposed_
+                  ? copied(copies, *b(layer), true, {groups, in_steps(ranks, kTransposedK), b(layer)->size(1)}, 1.0)
+                  : copied(copies, *b(layer), false, {groups, b(layer)->size(1), ranks}, 1.0)};
     };
     std::pair<RankFactors, RankFactors> found{factors(0), factors(1)};
     check(launch_stack_copies(copies, stream));
     return found;
   }
 
-  // For the gradients of what the layers are given: b transposed, and a times the scaling as it lies.
+  // For the gradients of what the layers are given: b transposed, and a times the scaling, as it lies unless weights
+  // are transposed.
   std::pair<RankFactors, RankFactors> for_backward(cudaStream_t stream) const {
     StackCopies copies{};
     const auto factors = [&](size_t layer) -> RankFactors {
       if (!has(layer)) return {};
       const Tensor &of_a = *a(layer), &of_b = *b(layer);
-      return {copied(copies, of_b, true, {routes_.experts, in_steps(rank(layer), kRankStep), of_b.size(1)}, 1.0),
-              copied(copies, of_a, false, {routes_.experts, in_steps(rank(layer), kTransposedK), of_a.size(2)},
-                     scalings_[layer])};
+      const int64_t groups = routes_.experts, ranks = in_steps(rank(layer), kRankStep);
+      return {copied(copies, of_b, true, {groups, ranks, of_b.size(1)}, 1.0),
+              transposed_ ? copied(copies, of_a, true, {groups, of_a.size(2), ranks}, scalings_[layer])
+                          : copied(copies, of_a, false, {groups, in_steps(ranks, kTransposedK), of_a.size(2)},
+                                   scalings_[layer])};
     };
     std::pair<RankFactors, RankFactors> found{factors(0), factors(1)};
+    check(launch_stack_copies(copies, stream));
+    return found;
+  }
+
+  // A layer's a times its scaling, which rows are multiplied by.
+  Tensor scaled_a(size_t layer, cudaStream_t stream) const {
+    StackCopies copies{};
+    const Tensor found =
+        copied(copies, *a(layer), false, {routes_.experts, in_steps(rank(layer), kRankStep), a(layer)->size(2)},
+               scalings_[layer]);
     check(launch_stack_copies(copies, stream));
     return found;
   }
@@ -138,6 +155,7 @@ class ExpertAdapters {
   const std::vector<double>& scalings_;
   const Tensor& like_;
   const Routes& routes_;
+  const bool transposed_;  // that the weights are
 };
 
 // The term that rows [., rank] of slots, or sorted as those of a, and b add to a layer's product.

@@ -3,6 +3,9 @@
 // its weight: the product with the down weights does so when it makes the gradients of gate and up of its sums, and the
 // hidden values anew. Nothing waits for the host, and every sum has a fixed order.
 //
+// Experts of other forms than gates and ups side by side, without biases and limits, are plain products with a kernel
+// between them (training/gates.cuh).
+//
 // An adapter's rows are a product of few columns, and what they add is a low-rank term of the layer's own product, in
 // the backward too, with the factors in each other's place.
 #include <torch/csrc/stable/accelerator.h>
@@ -13,6 +16,7 @@
 #include "../../torch-ext/operands/activation.h"
 #include "../../torch-ext/operands/operands.h"
 #include "expert_adapters.h"
+#include "training/steps.h"
 
 namespace fused_mlp {
 namespace {
@@ -28,7 +32,25 @@ enum Needs {
   kOfGateUpA = 16,
   kOfGateUpB = 32,
   kOfDownA = 64,
-  kOfDownB = 128
+  kOfDownB = 128,
+  kOfGateUpBias = 256,
+  kOfDownBias = 512
+};
+
+// The layout of the weights, and what is between the products; operands.h says what fits.
+struct Form {
+  int64_t activation;
+  bool gated, interleaved, transposed;
+  std::optional<double> limit;
+  double up_offset;
+
+  // True if the products have epilogues for it, where there are no biases.
+  bool is_fused() const { return gated && !interleaved && !transposed && !limit && up_offset == 0.0; }
+};
+
+struct ExpertWeights {
+  const Tensor &gate_up, &down;
+  const OptionalTensor &gate_up_bias, &down_bias;
 };
 
 // The term that an adapter adds to a product: rows [., rank], and the weights that they are multiplied by.
@@ -39,14 +61,19 @@ using OptionalTerm = std::optional<Term>;
 
 constexpr int64_t kFeatureStep = 64;
 
-void check_trained(const Tensor& x, const Tensor& top_k_index, const Tensor& gate_up_weight,
-                   const Tensor& down_weight) {
+void check_trained(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights, const ExpertWeights& given,
+                   const Form& form) {
+  check_experts(x, top_k_index, top_k_weights, given.gate_up, given.down, given.gate_up_bias, given.down_bias,
+                form.activation, form.gated, form.interleaved, form.transposed, form.limit, form.up_offset);
   STD_TORCH_CHECK(dtype_of(x, "x") != DType::kFloat32, "x must be bfloat16 or float16");
-  check_size(top_k_index.numel(), gate_up_weight.size(0));
-  const int64_t features = gate_up_weight.size(2), hidden = down_weight.size(2);
+  check_size(top_k_index.numel(), given.gate_up.size(0));
+  const int in = form.transposed ? 1 : 2;
+  const int64_t features = given.gate_up.size(in), hidden = given.down.size(in);
   STD_TORCH_CHECK(features % kFeatureStep == 0 && hidden % kFeatureStep == 0 && features > kFeatureStep && hidden > 0 &&
-                      down_weight.size(1) == features && top_k_index.numel() > 0,
+                      given.down.size(3 - in) == features && top_k_index.numel() > 0,
                   "features must be multiples of ", kFeatureStep);
+  STD_TORCH_CHECK(form.is_fused() || hidden >= kTiledBlock, "there must be ", kTiledBlock,
+                  " hidden features at least, of weights that are transposed or without a gate");
 }
 
 Matrix matrix(const Tensor& rows, int64_t first_column = 0) {
@@ -55,20 +82,31 @@ Matrix matrix(const Tensor& rows, int64_t first_column = 0) {
 
 Tensor aligned_weight(const Tensor& weight) { return aligned(weight) ? weight : torch::stable::clone(weight); }
 
+// Biases whose rows are adjacent vectors.
+OptionalTensor aligned_bias(const OptionalTensor& bias) {
+  if (!bias) return std::nullopt;
+  const Tensor dense = torch::stable::contiguous(*bias);
+  return aligned(dense) ? dense : torch::stable::clone(dense);
+}
+
 // A call's operands, the lists of its sorted rows, and the steps that it is made of.
 class TrainedExperts {
  public:
-  TrainedExperts(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights, const Tensor& gate_up_weight,
-                 const Tensor& down_weight, int64_t activation)
+  TrainedExperts(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights, const ExpertWeights& given,
+                 const Form& form)
       : like_(x),
         index_(torch::stable::contiguous(top_k_index)),
         weights_(torch::stable::contiguous(top_k_weights)),
-        gate_up_(aligned_weight(gate_up_weight)),
-        down_(aligned_weight(down_weight)),
-        experts_(gate_up_weight.size(0)),
-        features_(gate_up_weight.size(2)),
-        hidden_(down_weight.size(2)),
-        activation_(activation),
+        gate_up_(aligned_weight(given.gate_up)),
+        down_(aligned_weight(given.down)),
+        gate_up_bias_(aligned_bias(given.gate_up_bias)),
+        down_bias_(aligned_bias(given.down_bias)),
+        form_(form),
+        fuses_(form.is_fused() && !given.gate_up_bias && !given.down_bias),
+        experts_(given.gate_up.size(0)),
+        features_(given.gate_up.size(form.transposed ? 1 : 2)),
+        hidden_(given.down.size(form.transposed ? 1 : 2)),
+        width_(form.gated ? 2 * hidden_ : hidden_),
         dtype_(dtype_of(x, "x")),
         routes_(routes_of(index_, experts_)),
         kernels_(ExpertKernels::of_training(x)),
@@ -113,8 +151,14 @@ class TrainedExperts {
     return Term{rank_rows(rows, *factors.a, factors.a->size(1)), *factors.b};
   }
 
-  // Fills `gate_up` with the values before the activation.
+  // Fills `gate_up` with the values before the activation, biases included.
   Tensor hidden(const Tensor& sorted, const Tensor& gate_up, const OptionalTerm& term) const {
+    if (!fuses_) {
+      product(sorted, gate_up_, form_.transposed, gate_up, gate_up_bias_, term);
+      const Tensor out = new_rows(hidden_);
+      check(launch_expert_gates(gates(gate_up, out), rows(), stream_));
+      return out;
+    }
     GroupedProblem p = problem(gate_up_, 2, false, Product::kGatedKept, sorted);
     if (term) add_term(p, term->rows, term->weight, 2, false);
     p.gemm.training.gate = matrix(gate_up);
@@ -123,15 +167,27 @@ class TrainedExperts {
   }
 
   Tensor result(const Tensor& hidden, const OptionalTerm& term) const {
-    GroupedProblem p = problem(down_, 1, false, Product::kPlain, hidden);
-    if (term) add_term(p, term->rows, term->weight, 1, false);
-    return summed(launched(p, new_rows(features_)), weights_.const_data_ptr());
+    const Tensor rows = product(hidden, down_, form_.transposed, new_rows(features_), down_bias_, term);
+    return summed(rows, weights_.const_data_ptr());
   }
 
   // Fills `gate_up_gradient`, and returns the hidden values times their weights. `row_sums` are parts of the gradients
   // of these.
   Tensor differentiated(const Tensor& grad, const Tensor& gate_up, const Tensor& gate_up_gradient,
                         const Tensor& row_sums, const OptionalTerm& term) const {
+    if (!fuses_) {
+      const Tensor hidden = product(grad, down_, !form_.transposed, new_rows(hidden_), {}, term);
+      ExpertGateGradients made{gates(gate_up, hidden)};
+      made.gradient = hidden.const_data_ptr();
+      made.gate_up_gradient = gate_up_gradient.mutable_data_ptr();
+      made.row_weights = static_cast<const float*>(row_weights_.const_data_ptr());
+      made.row_sums = static_cast<float*>(row_sums.mutable_data_ptr());
+      made.result_gradient = grad.const_data_ptr();
+      made.down_bias = down_bias_ ? down_bias_->const_data_ptr() : nullptr;
+      made.features = static_cast<int>(features_);
+      check(launch_expert_gate_gradients(made, rows(), stream_));
+      return hidden;
+    }
     GroupedProblem p = problem(down_, 1, true, Product::kGatedGradient, grad);
     if (term) add_term(p, term->rows, term->weight, 1, false, true);
     p.gemm.training.gate = matrix(gate_up);
@@ -144,9 +200,8 @@ class TrainedExperts {
   }
 
   Tensor input_gradient(const Tensor& gate_up_gradient, const OptionalTerm& term) const {
-    GroupedProblem p = problem(gate_up_, 1, true, Product::kPair, gate_up_gradient);
-    if (term) add_term(p, term->rows, term->weight, 1, false, true);
-    return summed(launched(p, new_rows(features_)), nullptr);
+    const Tensor rows = product(gate_up_gradient, gate_up_, !form_.transposed, new_rows(features_), {}, term);
+    return summed(rows, nullptr);
   }
 
   Tensor weight_gradient(const Tensor& row_sums) const {
@@ -154,6 +209,21 @@ class TrainedExperts {
     check(launch_weight_gradient({routes_, static_cast<const float*>(row_sums.const_data_ptr()), row_sum_parts(),
                                   row_of_slot_, out.mutable_data_ptr(), weight_type(weights_)},
                                  kernels_.gpu, stream_));
+    return out;
+  }
+
+  // Every expert's out^T in, or as weights lie that are transposed.
+  Tensor outer_of_weight(const Tensor& out, const Tensor& in) const {
+    return form_.transposed ? outer(in, out) : outer(out, in);
+  }
+
+  // Every expert's sum of rows, times their weights or as they are.
+  Tensor bias_gradient(const Tensor& rows, bool weighted) const {
+    const Tensor out = new_dense(like_, {experts_, rows.size(1)});
+    check(launch_expert_sums(
+        {ranges_, static_cast<int>(experts_), rows.const_data_ptr(), static_cast<int>(rows.size(1)),
+         weighted ? static_cast<const float*>(row_weights_.const_data_ptr()) : nullptr, out.mutable_data_ptr(), dtype_},
+        stream_));
     return out;
   }
 
@@ -178,36 +248,58 @@ class TrainedExperts {
                         kept.stride(1) == 1,
                     name, " must be what the forward returned");
   }
-  void check_kept(const Tensor& sorted, const Tensor& gate_up) const {
-    check_kept(sorted, features_, "sorted");
-    check_kept(gate_up, 2 * hidden_, "gate_up");
+  void check_kept(const OptionalTensor& sorted, const Tensor& gate_up) const {
+    if (sorted) check_kept(*sorted, features_, "sorted");
+    check_kept(gate_up, width_, "gate_up");
   }
 
   ExpertAdapters adapters(const std::vector<OptionalTensor>& factors, const std::vector<double>& scalings) const {
-    const ExpertAdapters found(factors, scalings, like_, routes_, gate_up_, down_);
+    const ExpertAdapters found(factors, scalings, like_, routes_, gate_up_, down_, form_.transposed);
     STD_TORCH_CHECK(!found.any() || hidden_ >= kTiledBlock, "with adapters there must be ", kTiledBlock,
                     " hidden features at least");
     return found;
   }
 
   cudaStream_t stream() const { return stream_; }
-  Tensor new_gate_up() const { return new_rows(2 * hidden_); }
+  Tensor new_gate_up() const { return new_rows(width_); }
   Tensor new_row_sums() const { return new_dense(like_, {rows() * row_sum_parts() * 2}); }  // in float32
 
  private:
   int64_t rows() const { return plan_.sorted_rows; }
   int64_t blocks() const { return rows() / kTiledBlock; }
-  int row_sum_parts() const { return static_cast<int>(hidden_ / kRowSumColumns); }
+  int row_sum_parts() const { return fuses_ ? static_cast<int>(hidden_ / kRowSumColumns) : 1; }
   Tensor new_rows(int64_t columns) const { return new_dense(like_, {rows(), columns}); }
 
-  GroupedProblem problem(const Tensor& weight, int parts, bool as_it_lies, Product kind, const Tensor& a) const {
-    GroupedProblem p = ExpertLayer{weight, {}, parts, false, as_it_lies}.problem(routes_, dtype_, 1);
+  GroupedProblem problem(const Tensor& weight, int parts, bool as_it_lies, Product kind, const Tensor& a,
+                         const OptionalTensor& bias = {}) const {
+    GroupedProblem p = ExpertLayer{weight, bias, parts, false, as_it_lies}.problem(routes_, dtype_, 1);
     p.gemm.kind = kind;
     p.gemm.a = matrix(a);
-    p.gemm.epilogue.activation = is_training(kind) ? activation_ : static_cast<int64_t>(Activation::kLinear);
+    p.gemm.epilogue.activation = is_training(kind) ? form_.activation : static_cast<int64_t>(Activation::kLinear);
     p.blocks = {codes_, counts_, ranges_};
     p.fitted = {tiles_, counts_ + 1};
     return p;
+  }
+
+  // Rows times weights [n, k], or [k, n] that are read as they lie.
+  Tensor product(const Tensor& rows, const Tensor& weight, bool as_it_lies, Tensor out, const OptionalTensor& bias = {},
+                 const OptionalTerm& term = {}) const {
+    GroupedProblem p = problem(weight, 1, as_it_lies, as_it_lies ? Product::kPair : Product::kPlain, rows, bias);
+    if (term) add_term(p, term->rows, term->weight, 1, false, as_it_lies);
+    return launched(p, out);
+  }
+
+  ExpertGates gates(const Tensor& gate_up, const Tensor& hidden) const {
+    const float limit = form_.limit ? static_cast<float>(*form_.limit) : std::numeric_limits<float>::infinity();
+    return {{codes_, counts_, ranges_},
+            form_.activation,
+            form_.gated,
+            form_.interleaved,
+            {limit, static_cast<float>(form_.up_offset)},
+            static_cast<int>(hidden_),
+            gate_up.const_data_ptr(),
+            hidden.mutable_data_ptr(),
+            dtype_};
   }
 
   Tensor launched(GroupedProblem p, Tensor out) const {
@@ -225,7 +317,10 @@ class TrainedExperts {
   }
 
   const Tensor like_, index_, weights_, gate_up_, down_;
-  const int64_t experts_, features_, hidden_, activation_;
+  const OptionalTensor gate_up_bias_, down_bias_;
+  const Form form_;
+  const bool fuses_;  // what is between the products with these
+  const int64_t experts_, features_, hidden_, width_;
   const DType dtype_;
   const Routes routes_;
   const ExpertKernels kernels_;
@@ -241,13 +336,16 @@ class TrainedExperts {
 
 std::vector<Tensor> experts_training_forward(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights,
                                              const Tensor& gate_up_weight, const Tensor& down_weight,
+                                             const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
                                              const std::vector<OptionalTensor>& factors,
-                                             const std::vector<double>& scalings, int64_t activation) {
-  check_experts(x, top_k_index, top_k_weights, gate_up_weight, down_weight, {}, {}, activation, true, false, false, {},
-                0.0);
-  check_trained(x, top_k_index, gate_up_weight, down_weight);
+                                             const std::vector<double>& scalings, int64_t activation, bool gated,
+                                             bool interleaved, bool transposed, std::optional<double> limit,
+                                             double up_offset) {
+  const ExpertWeights given{gate_up_weight, down_weight, gate_up_bias, down_bias};
+  const Form form{activation, gated, interleaved, transposed, limit, up_offset};
+  check_trained(x, top_k_index, top_k_weights, given, form);
   const DeviceGuard device_guard(x.get_device_index());
-  const TrainedExperts experts(x, top_k_index, top_k_weights, gate_up_weight, down_weight, activation);
+  const TrainedExperts experts(x, top_k_index, top_k_weights, given, form);
   const ExpertAdapters adapters = experts.adapters(factors, scalings);
   std::pair<RankFactors, RankFactors> ranked;
   if (adapters.any()) ranked = adapters.for_forward(false, experts.stream());
@@ -262,26 +360,32 @@ std::vector<Tensor> experts_training_forward(const Tensor& x, const Tensor& top_
 
 namespace {
 
-std::vector<Tensor> gradients_of_experts(const Tensor& grad, const Tensor& sorted, const Tensor& gate_up,
-                                         const Tensor& top_k_index, const Tensor& top_k_weights,
-                                         const Tensor& gate_up_weight, const Tensor& down_weight,
+// The values that the forward has kept.
+struct Kept {
+  const OptionalTensor& sorted;
+  const Tensor& gate_up;
+  const OptionalTensor& rank_rows;
+};
+
+std::vector<Tensor> gradients_of_experts(const Tensor& grad, const Kept& kept, const Tensor& top_k_index,
+                                         const Tensor& top_k_weights, const ExpertWeights& given,
                                          const std::vector<OptionalTensor>& factors,
-                                         const std::vector<double>& scalings, const OptionalTensor& rank_rows,
-                                         int64_t activation, int64_t needs, bool overwrites) {
-  check_experts(grad, top_k_index, top_k_weights, gate_up_weight, down_weight, {}, {}, activation, true, false, false,
-                {}, 0.0);
-  check_trained(grad, top_k_index, gate_up_weight, down_weight);
+                                         const std::vector<double>& scalings, const Form& form, int64_t needs,
+                                         bool overwrites) {
+  const auto& [sorted, gate_up, rank_rows] = kept;
+  check_trained(grad, top_k_index, top_k_weights, given, form);
   const DeviceGuard device_guard(grad.get_device_index());
-  const TrainedExperts experts(grad, top_k_index, top_k_weights, gate_up_weight, down_weight, activation);
+  const TrainedExperts experts(grad, top_k_index, top_k_weights, given, form);
   experts.check_kept(sorted, gate_up);
   const ExpertAdapters adapters = experts.adapters(factors, scalings);
   std::pair<RankFactors, RankFactors> ranked;
   if (adapters.any()) ranked = adapters.for_backward(experts.stream());
   const auto& [of_gate_up, of_down] = ranked;
   STD_TORCH_CHECK((of_gate_up && rank_rows) || !(needs & (kOfGateUpA | kOfGateUpB)), "gate_up_factors must be there");
+  STD_TORCH_CHECK(sorted || !(needs & (kOfGateUp | kOfGateUpA)), "sorted must be there");
   STD_TORCH_CHECK(of_down || !(needs & (kOfDownA | kOfDownB)), "down_factors must be there");
   const Tensor gate_up_gradient = overwrites ? gate_up : experts.new_gate_up(), sums = experts.new_row_sums();
-  OptionalTensor down, down_a, down_b;
+  OptionalTensor down, down_a, down_b, down_bias;
   const auto gradient = [&](const Tensor& found, size_t layer, bool of_a) {
     return adapters.gradient(found, layer, of_a, experts.stream());
   };
@@ -289,10 +393,12 @@ std::vector<Tensor> gradients_of_experts(const Tensor& grad, const Tensor& sorte
     const Tensor rows = experts.sorted(grad);
     const OptionalTerm term = experts.term(rows, of_down);
     const Tensor hidden = experts.differentiated(rows, gate_up, gate_up_gradient, sums, term);
-    if (needs & kOfDown) down = experts.outer(rows, hidden);
+    if (needs & kOfDownBias) down_bias = experts.bias_gradient(rows, true);
+    if (needs & kOfDown) down = experts.outer_of_weight(rows, hidden);
     if (needs & kOfDownA) down_a = gradient(experts.outer(hidden, term->rows), 1, true);
     if (needs & kOfDownB) {
-      const Tensor of_hidden = experts.rank_rows(hidden, *of_down.b, of_down.a->size(1));
+      const Tensor a = form.transposed ? adapters.scaled_a(1, experts.stream()) : *of_down.b;
+      const Tensor of_hidden = experts.rank_rows(hidden, a, of_down.a->size(1));
       down_b = gradient(experts.outer(rows, of_hidden), 1, false);
     }
   }
@@ -301,38 +407,46 @@ std::vector<Tensor> gradients_of_experts(const Tensor& grad, const Tensor& sorte
   std::vector<Tensor> found;
   if (needs & kOfX) found.push_back(experts.input_gradient(gate_up_gradient, term));
   if (needs & kOfWeights) found.push_back(experts.weight_gradient(sums));
-  if (needs & kOfGateUp) found.push_back(experts.outer(gate_up_gradient, sorted));
+  if (needs & kOfGateUp) found.push_back(experts.outer_of_weight(gate_up_gradient, *sorted));
   if (down) found.push_back(*down);
-  if (needs & kOfGateUpA) found.push_back(gradient(experts.outer(sorted, term->rows), 0, true));
+  if (needs & kOfGateUpA) found.push_back(gradient(experts.outer(*sorted, term->rows), 0, true));
   if (needs & kOfGateUpB) {
     experts.check_kept(*rank_rows, of_gate_up.a->size(1), "rank_rows");
     found.push_back(gradient(experts.outer(gate_up_gradient, *rank_rows), 0, false));
   }
   if (down_a) found.push_back(*down_a);
   if (down_b) found.push_back(*down_b);
+  if (needs & kOfGateUpBias) found.push_back(experts.bias_gradient(gate_up_gradient, false));
+  if (down_bias) found.push_back(*down_bias);
   return found;
 }
 
 }  // namespace
 
-std::vector<Tensor> experts_training_backward(const Tensor& grad, const Tensor& sorted, const Tensor& gate_up,
+std::vector<Tensor> experts_training_backward(const Tensor& grad, const OptionalTensor& sorted, const Tensor& gate_up,
                                               const Tensor& top_k_index, const Tensor& top_k_weights,
                                               const Tensor& gate_up_weight, const Tensor& down_weight,
+                                              const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
                                               const std::vector<OptionalTensor>& factors,
                                               const std::vector<double>& scalings, const OptionalTensor& rank_rows,
-                                              int64_t activation, int64_t needs) {
-  return gradients_of_experts(grad, sorted, gate_up, top_k_index, top_k_weights, gate_up_weight, down_weight, factors,
-                              scalings, rank_rows, activation, needs, false);
+                                              int64_t activation, bool gated, bool interleaved, bool transposed,
+                                              std::optional<double> limit, double up_offset, int64_t needs) {
+  return gradients_of_experts(grad, {sorted, gate_up, rank_rows}, top_k_index, top_k_weights,
+                              {gate_up_weight, down_weight, gate_up_bias, down_bias}, factors, scalings,
+                              {activation, gated, interleaved, transposed, limit, up_offset}, needs, false);
 }
 
-std::vector<Tensor> experts_training_backward_(const Tensor& grad, const Tensor& sorted, const Tensor& gate_up,
+std::vector<Tensor> experts_training_backward_(const Tensor& grad, const OptionalTensor& sorted, const Tensor& gate_up,
                                                const Tensor& top_k_index, const Tensor& top_k_weights,
                                                const Tensor& gate_up_weight, const Tensor& down_weight,
+                                               const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
                                                const std::vector<OptionalTensor>& factors,
                                                const std::vector<double>& scalings, const OptionalTensor& rank_rows,
-                                               int64_t activation, int64_t needs) {
-  return gradients_of_experts(grad, sorted, gate_up, top_k_index, top_k_weights, gate_up_weight, down_weight, factors,
-                              scalings, rank_rows, activation, needs, true);
+                                               int64_t activation, bool gated, bool interleaved, bool transposed,
+                                               std::optional<double> limit, double up_offset, int64_t needs) {
+  return gradients_of_experts(grad, {sorted, gate_up, rank_rows}, top_k_index, top_k_weights,
+                              {gate_up_weight, down_weight, gate_up_bias, down_bias}, factors, scalings,
+                              {activation, gated, interleaved, transposed, limit, up_offset}, needs, true);
 }
 
 }  // namespace fused_mlp

@@ -19,7 +19,7 @@ import mixtures
 import reference
 from reference import FORMULAS
 from safety import alike, assert_close
-from test_experts import drawn, forms, hopper, loop
+from test_experts import drawn, forms, hopper, loop, trained_by_kernels
 
 TARGETS = ["experts.gate_up_proj", "experts.down_proj"]
 MODELS = ("qwen3_moe", "mixtral", "gpt_oss")
@@ -117,6 +117,24 @@ SHAPES = [
     (400, 4, 8, (128, 192), 16),
     (60, 1, 3, (192, 64), 4),
 ]
+
+
+@hopper
+@pytest.mark.parametrize("which", [("gate_up", "down"), ("gate_up",), ("down",)], ids=str)
+@pytest.mark.parametrize("biases", [False, True], ids=["without biases", "with biases"])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_forms_that_train_by_kernels(fused_mlp, device, form, biases, which):
+    """Limits are out of reach: a rounded sum may be on the other side of one."""
+    form = {**form, "limit": 1e3} if "limit" in form else form
+    for tokens, k, experts, sizes, rank in SHAPES[1:5]:
+        made = drawn(tokens, k, experts, (*sizes, sizes[0]), dtype=torch.bfloat16, device=device, biases=biases, **form)
+        made["top_k_weights"], made["top_k_index"][0, 0] = made["top_k_weights"].nan_to_num(0.3), 0
+        made |= factors(made, rank, transposed=form["transposed"])
+        names = [name for name in TRAINED if not name.startswith(("gate_up", "down")) or name[:-2] in which]
+        names += ["gate_up_bias", "down_weight"] if biases else []
+        with trained_by_kernels(fused_mlp) as run:
+            check(fused_mlp, made, torch.bfloat16, names, which=which, **form)
+        assert run.call_count == 1
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["own dtype", "float32 adapters"])

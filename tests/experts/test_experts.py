@@ -435,26 +435,26 @@ def trained_by_kernels(fused_mlp):
     return unittest.mock.patch.object(module, "run", wraps=module.run)
 
 
-def check_trained(fused_mlp, made, activation="silu"):
+def check_trained(fused_mlp, made, activation="silu", **form):
     """That the kernels compute the gradients, no worse than eager operations, and the same bits again."""
-    dtype, out = made["x"].dtype, made["down_weight"].shape[1]
+    dtype, out = made["x"].dtype, made["down_weight"].shape[2 if form.get("transposed") else 1]
     grad = torch.randn(made["x"].shape[0], out, device=made["x"].device).to(dtype)
-    ours = functools.partial(fused_mlp.experts_mlp, activation=activation)
+    ours = functools.partial(fused_mlp.experts_mlp, activation=activation, **form)
     with trained_by_kernels(fused_mlp) as run, reference.poisoned_memory(made["x"].device):
         got, again = (gradients(ours, made, grad) for _ in range(2))
     assert run.call_count == 2
-    of_eager = gradients(functools.partial(loop, FORMULAS[activation].eager), made, grad)
+    of_eager = gradients(functools.partial(loop, FORMULAS[activation].eager, **form), made, grad)
 
     def of_exact(made):
         wide = {name: value.double() if value.is_floating_point() else value for name, value in made.items()}
-        return list(gradients(functools.partial(loop, FORMULAS[activation].exact), wide, grad).values())
+        return list(gradients(functools.partial(loop, FORMULAS[activation].exact, **form), wide, grad).values())
 
     condition = conditioning(of_exact, made)
     for index, (name, expected) in enumerate(zip(got, of_exact(made), strict=True)):
         assert torch.equal(got[name], again[name]), name
         assert got[name].stride() == made[name].stride()
         at_index = functools.partial(condition, index)
-        what = f"gradient of {name}, {activation}, {[list(value.shape) for value in made.values()]}"
+        what = f"gradient of {name}, {activation}, {form}, {[list(value.shape) for value in made.values()]}"
         assert_no_worse_than_eager(got[name], of_eager[name], expected, what, 16, dtype=dtype, conditioning=at_index)
 
 
@@ -471,37 +471,111 @@ def test_trained_shapes(fused_mlp, device, tokens, k, experts, sizes, dtype):
 
 
 @hopper
+@pytest.mark.parametrize("dtype", TWO_BYTES, ids=str)
+@pytest.mark.parametrize("biases", [False, True], ids=["without biases", "with biases"])
+@pytest.mark.parametrize("form", list(forms()), ids=str)
+def test_trained_forms(fused_mlp, device, form, biases, dtype):
+    """With limits, sums of the first layer are multiples of 1/16, which nobody rounds across a limit."""
+    for tokens, k, experts, sizes in ((1, 1, 1, (128, 128)), (300, 3, 5, (192, 448)), (130, 2, 130, (320, 192))):
+        made = drawn(tokens, k, experts, (*sizes, sizes[0]), dtype=dtype, device=device, biases=biases, **form)
+        made["top_k_weights"] = made["top_k_weights"].nan_to_num(0.3)
+        made["top_k_index"][0, 0] = 0
+        for name in ("x", "gate_up_weight", "gate_up_bias") if "limit" in form else ():
+            if name in made:
+                whole = torch.randint(-1, 2, made[name].shape, device=device)
+                made[name] = (whole if name == "x" else whole / 16).to(dtype)
+        check_trained(fused_mlp, made, **form)
+
+
+OF_GPT_OSS = {"interleaved": True, "transposed": True, **GPT_OSS}
+
+
+@hopper
+def test_gpt_oss_trained(fused_mlp, device):
+    """Its experts, at its width and in its dtype, of values at which the limits hold."""
+    made = drawn(200, 4, 6, (2880, 2880, 2880), dtype=torch.bfloat16, device=device, biases=True, **OF_GPT_OSS)
+    made["top_k_weights"] = made["top_k_weights"].nan_to_num(0.3)
+    made["gate_up_bias"] *= 6
+    check_trained(fused_mlp, made, "quick_gelu", **OF_GPT_OSS)
+
+
+@hopper
+def test_memory_of_trained_forms(fused_mlp, device):
+    """No more is kept, and no more is held at the peak, than of the composition."""
+    made = drawn(2048, 4, 8, (512, 1024, 512), dtype=torch.bfloat16, device=device, biases=True, **OF_GPT_OSS)
+    made["top_k_weights"] = made["top_k_weights"].nan_to_num(0.3)
+    leaves = {name: value.requires_grad_(value.is_floating_point()) for name, value in made.items()}
+    compute = functools.partial(fused_mlp.experts_mlp, activation="quick_gelu", **leaves, **OF_GPT_OSS)
+
+    def held():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = compute()
+        kept = torch.cuda.memory_allocated() - before
+        torch.autograd.grad(result.sum(), [leaf for leaf in leaves.values() if leaf.requires_grad])
+        return kept, torch.cuda.max_memory_allocated() - before
+
+    ours = held()
+    module = sys.modules[f"{fused_mlp.__name__}.autograd.experts_training"]
+    with unittest.mock.patch.object(module, "refusal", return_value="none here"):
+        composed = held()
+    assert all(mine <= other for mine, other in zip(ours, composed, strict=True)), (ours, composed)
+
+
+@hopper
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("form", [{}, OF_GPT_OSS], ids=["plain", "gpt-oss"])
+def test_trained_compiled(fused_mlp, device, form, dynamic):
+    """One graph each way, by the same ops: the same bits as without."""
+    torch._dynamo.reset()
+    compute = torch.compile(functools.partial(fused_mlp.experts_mlp, **form), fullgraph=True, dynamic=dynamic)
+    for tokens in (60, 100) if dynamic else (60,):
+        made = drawn(tokens, 2, 3, (128, 192, 128), dtype=torch.bfloat16, device=device, biases=bool(form), **form)
+        made["top_k_weights"] = made["top_k_weights"].nan_to_num(0.3)
+        grad = torch.randn(tokens, 128, device=device).bfloat16()
+        expected = gradients(functools.partial(fused_mlp.experts_mlp, **form), made, grad)
+        for name, found in gradients(compute, made, grad).items():
+            assert torch.equal(found, expected[name]), name
+
+
+@hopper
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_trained_activations(fused_mlp, device, activation):
-    made = drawn(150, 2, 3, (128, 64, 128), dtype=torch.bfloat16, device=device)
-    made["top_k_weights"] = made["top_k_weights"].nan_to_num(0.3)
-    check_trained(fused_mlp, made, activation)
+    for form, hidden in (({}, 64), ({"gated": False}, 128), ({"transposed": True, "interleaved": True}, 128)):
+        made = drawn(150, 2, 3, (128, hidden, 128), dtype=torch.bfloat16, device=device, **form)
+        made["top_k_weights"] = made["top_k_weights"].nan_to_num(0.3)
+        check_trained(fused_mlp, made, activation, **form)
 
 
 @hopper
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_trained_routings(fused_mlp, device, routing):
-    made = drawn(300, 4, 8, (128, 192, 128), dtype=torch.bfloat16, device=device)
-    ROUTINGS[routing](made["top_k_index"], 8)
-    made["top_k_weights"] = torch.rand(300, 4, device=device)
-    if routing in ("none", "far outside"):
-        grad = torch.ones(300, 128, device=device).bfloat16()
-        assert not any(found.any() for found in gradients(fused_mlp.experts_mlp, made, grad).values())
-    else:
-        check_trained(fused_mlp, made)
+    for form in ({}, OF_GPT_OSS):
+        made = drawn(300, 4, 8, (128, 192, 128), dtype=torch.bfloat16, device=device, biases=bool(form), **form)
+        ROUTINGS[routing](made["top_k_index"], 8)
+        made["top_k_weights"] = torch.rand(300, 4, device=device)
+        if routing in ("none", "far outside"):
+            grad = torch.ones(300, 128, device=device).bfloat16()
+            compute = functools.partial(fused_mlp.experts_mlp, **form)
+            assert not any(found.any() for found in gradients(compute, made, grad).values())
+        else:
+            check_trained(fused_mlp, made, **form)
 
 
 @hopper
-def test_trained_in_part(fused_mlp, device):
+@pytest.mark.parametrize("form", [{}, OF_GPT_OSS], ids=["plain", "gpt-oss"])
+def test_trained_in_part(fused_mlp, device, form):
     """A gradient that is not asked for is not computed, and the others are the same."""
-    made = drawn(200, 2, 4, (128, 64, 128), dtype=torch.bfloat16, device=device)
+    hidden = 128 if form else 64
+    made = drawn(200, 2, 4, (128, hidden, 128), dtype=torch.bfloat16, device=device, biases=bool(form), **form)
     made["top_k_weights"] = made["top_k_weights"].nan_to_num(0.3)
     names = [name for name, value in made.items() if value.is_floating_point()]
 
     def found(wanted):
         leaves = {name: value.detach().clone().requires_grad_(name in wanted) for name, value in made.items()}
         with trained_by_kernels(fused_mlp) as run:
-            result = fused_mlp.experts_mlp(**leaves)
+            result = fused_mlp.experts_mlp(**leaves, **form)
         assert run.call_count == 1
         return torch.autograd.grad(result.float().square().sum(), [leaves[name] for name in wanted])
 
@@ -512,9 +586,10 @@ def test_trained_in_part(fused_mlp, device):
 
 
 @hopper
-def test_trained_twice(fused_mlp, device):
+@pytest.mark.parametrize("form", [{}, OF_GPT_OSS], ids=["plain", "gpt-oss"])
+def test_trained_twice(fused_mlp, device, form):
     """A gradient that is differentiated in its turn is that of the composition."""
-    made = drawn(20, 2, 3, (128, 64, 128), dtype=torch.bfloat16, device=device)
+    made = drawn(20, 2, 3, (128, 128, 128), dtype=torch.bfloat16, device=device, biases=bool(form), **form)
     made["top_k_weights"] = made["top_k_weights"].nan_to_num(0.3)
 
     def second(function):
@@ -523,9 +598,9 @@ def test_trained_twice(fused_mlp, device):
         return torch.autograd.grad(first.float().square().sum(), x)[0]
 
     with trained_by_kernels(fused_mlp) as run:
-        got = second(fused_mlp.experts_mlp)
+        got = second(functools.partial(fused_mlp.experts_mlp, **form))
     assert run.call_count == 1
-    expected = second(functools.partial(loop, FORMULAS["silu"].eager))
+    expected = second(functools.partial(loop, FORMULAS["silu"].eager, **form))
     torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05 * expected.float().abs().max().item())
 
 

@@ -300,13 +300,30 @@ def trained_experts(ops) -> int:
         sizes = ((experts, rank, 320), (384, rank, experts), (experts, rank, 192), (320, rank, experts))
         factors = [torch.randn(size, device="cuda").to(kind) for size in sizes]
         factors = [factor.permute(2, 0, 1) if place % 2 else factor for place, factor in enumerate(factors)]
+        nothing, form = (None, None), (4, True, False, False, None, 0.0)
         for adapters, bits in (([None] * 4, 15), (factors, 255)):
-            _, sorted_x, gate_up, *rows = ops.experts_training_forward(x, *routed, adapters, [0.5, 2.0], 4)
-            kept = torch.ones_like(x), sorted_x, gate_up, *routed, adapters, [0.5, 2.0], rows[0] if rows else None
-            ops.experts_training_backward(*kept, 4, bits)
-            ops.experts_training_backward_(*kept, 4, bits)
-        nothing = None, None
+            _, sorted_x, gate_up, *rows = ops.experts_training_forward(
+                x, *routed, *nothing, adapters, [0.5, 2.0], *form
+            )
+            kept = torch.ones_like(x), sorted_x, gate_up, *routed, *nothing, adapters, [0.5, 2.0]
+            kept = *kept, rows[0] if rows else None, *form, bits
+            ops.experts_training_backward(*kept)
+            ops.experts_training_backward_(*kept)
         ops.adapted_experts(x, *routed, *nothing, factors, [0.5, 2.0], 4, True, False, False, None, 0.0)
+        # gpt-oss's: transposed, in turns, with biases and limits; and those without a gate.
+        biases = (torch.randn(experts, size, device="cuda").to(dtype) for size in (384, 320))
+        lying = index, routed[1], first.mT.contiguous(), second.mT.contiguous(), *biases
+        alone = index, routed[1], first[:, :192], second, *nothing
+        for given, adapters, form, bits in (
+            (lying, [None] * 4, (3, True, True, True, 0.7, 1.0), 783),
+            (lying, factors, (3, True, True, True, 0.7, 1.0), 1023),
+            (alone, [None] * 4, (4, False, False, False, None, 0.0), 15),
+        ):
+            _, *kept = ops.experts_training_forward(x, *given, adapters, [0.5, 2.0], *form)
+            sorted_x, gate_up, *rows = kept
+            kept = torch.ones_like(x), sorted_x, gate_up, *given, adapters, [0.5, 2.0], rows[0] if rows else None
+            ops.experts_training_backward(*kept, *form, bits)
+            ops.experts_training_backward_(*kept, *form, bits)
         torch.cuda.synchronize()
     return 2 * len(cases)
 

@@ -354,8 +354,7 @@ __device__ __forceinline__ void consume(const typename Gemm::Args& args, const T
       return k.y - k.x;
     }
   };
-  const bool biased =
-      !Gemm::kSwapped && !Gemm::kTransposed && (args.epilogue.bias != nullptr || args.epilogue.up_bias != nullptr);
+  const bool biased = kTakesTileBias<Gemm> && (args.epilogue.bias != nullptr || args.epilogue.up_bias != nullptr);
   int buffer = 0;  // for the next store
   RingPosition at(Gemm::kStages);
   int index = blockIdx.x / Gemm::kSplitK;

@@ -155,6 +155,12 @@ constexpr bool kMayStartEarly = Gemm::kProduct == Product::kPlain && !Gemm::kGro
 template <typename Gemm>
 constexpr bool kMayBeMasked = Gemm::kGradient && !Gemm::kGrouped && Gemm::kBlockN <= kWidestMasked;
 
+// The kernels that bring a tile's biases to shared memory. Of those that read weights as they lie, experts alone have
+// biases.
+template <typename Gemm>
+constexpr bool kTakesTileBias =
+    !Gemm::kSwapped && (!Gemm::kTransposed || (Gemm::kGrouped && Gemm::kPair && !Gemm::kOuter));
+
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 // A tile of the output, by its first row and column: the first row of a, and the first row of each weight.

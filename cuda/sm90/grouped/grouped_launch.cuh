@@ -196,6 +196,7 @@ cudaError_t launch_blocks(const GroupedProblem& p, const GroupedPlan& plan, int 
   args.blocks = p.blocks;
   args.weight_rows = static_cast<int>(p.weight_rows);
   args.rank_weight_rows = static_cast<int>(p.low_rank_rows);
+  args.bias_stride = p.bias_stride;
   args.training = p.training;
   return launch_persistent<Gemm>(args, int64_t{args.tiles_m} * args.tiles_n, multiprocessors, stream);
 }

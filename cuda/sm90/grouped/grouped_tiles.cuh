@@ -20,6 +20,7 @@ struct GroupedOperands {
   RowBlocks blocks;
   int weight_rows;
   int rank_weight_rows;
+  int64_t bias_stride;  // from an expert's first bias to the next one's; its own are adjacent
   GroupedTraining training;
 };
 
@@ -51,8 +52,9 @@ struct GroupedTile {
   int first_weight_row;
   int first_rank_row;  // of the weights of the low-rank term
   int filled_rows;
+  int64_t first_bias;
 
-  __device__ __forceinline__ int64_t bias_index(int at_column) const { return at_column; }
+  __device__ __forceinline__ int64_t bias_index(int at_column) const { return first_bias + at_column; }
   // Filled rows, and so many more as make up the last box.
   template <typename Gemm>
   __device__ __forceinline__ int loaded_rows() const {
@@ -94,8 +96,12 @@ struct GroupedTileOrder {
     const int2 at = grouped_tile<TileOrder::kGroupM>(index - first / kTiledBlock * tiles_n,
                                                      (count + kTiledBlock - 1) / kTiledBlock, tiles_n);
     const int row = at.x * kTiledBlock;
-    return {first + row, min(at.y * Gemm::kTileN, args.last_column), expert * grouped.weight_rows,
-            expert * grouped.rank_weight_rows, min(count - row, kTiledBlock)};
+    return {first + row,
+            min(at.y * Gemm::kTileN, args.last_column),
+            expert * grouped.weight_rows,
+            expert * grouped.rank_weight_rows,
+            min(count - row, kTiledBlock),
+            expert * grouped.bias_stride};
   }
 };
 

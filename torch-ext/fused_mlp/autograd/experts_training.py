@@ -22,29 +22,46 @@ def refusal(
 ) -> Optional[str]:
     """The reason why a call that autograd follows, of plain tensors, is not one op each way; None if it is."""
     x, index, _, gate_up, down, *biases = given
-    if _is_compiling() or training.is_transformed() or training.is_followed():
+    if adapters != experts.NO_ADAPTERS if _is_compiling() else training.is_transformed() or training.is_followed():
         return "something follows the parts"
-    if form != experts.Form(form.activation, True, False, False, None, 0.0) or biases != [None, None]:
-        return "experts with more than gates and ups side by side"
+    is_plain = form == experts.Form(form.activation, True, False, False, None, 0.0)
+    is_plain = is_plain and all(bias is None for bias in biases)
     if native.DEVICE_TYPE != "cuda" or dispatch.select("experts_mlp", x) is not native or not native.is_hopper(x):
         return "no kernel that trains on this device"
-    if x.dtype not in (torch.bfloat16, torch.float16) or x.dtype != gate_up.dtype or x.dtype != down.dtype:
+    others = (tensor.dtype for tensor in (gate_up, down, *biases) if tensor is not None)
+    if x.dtype not in (torch.bfloat16, torch.float16) or any(dtype != x.dtype for dtype in others):
         return "operands of other dtypes"
     if x.dim() != 2 or index.dim() != 2 or gate_up.dim() != 3 or down.dim() != 3:
         return "operands of other shapes"
     if native.experts_refusal(x, index, gate_up, down, False, False) is not None:
         return "operands that the kernels do not take"
-    features, hidden = gate_up.shape[2], down.shape[2]
-    if features % _FEATURES or hidden % _FEATURES or features == _FEATURES or down.shape[1] != features:
+    inner, outer = (1, 2) if form.transposed else (2, 1)
+    features, hidden = gate_up.shape[inner], down.shape[inner]
+    if features % _FEATURES or hidden % _FEATURES or features == _FEATURES or down.shape[outer] != features:
         return f"features that are no multiples of {_FEATURES}"
-    if adapters != experts.NO_ADAPTERS and hidden < _ADAPTED_FEATURES:
-        return f"adapters of less than {_ADAPTED_FEATURES} hidden features"
+    if hidden < _OUTER_FEATURES and not (is_plain and adapters == experts.NO_ADAPTERS):
+        return f"less than {_OUTER_FEATURES} hidden features, and more than gates and ups side by side"
     return None
 
 
 # As in cuda/experts/experts_training.cpp: a step of the sums over them.
 _FEATURES = 64
-_ADAPTED_FEATURES = 128  # rows of a tile of an outer product
+_OUTER_FEATURES = 128  # rows of a tile of an outer product
+_BLOCK = 128  # sorted rows of one expert
+
+
+def keeps_no_more(given: Sequence[Optional[Tensor]], form: experts.Form) -> bool:
+    """True if a call of which :func:`refusal` says nothing, of frozen weights, takes no more memory than products of
+    groups and a gate of torch's: these keep what is before the activation and behind it, and what gradients of weights
+    need besides. The backward's peak is higher than theirs from twice as many rows as slots on (measured)."""
+    x, index, weights, gate_up, down = given[:5]
+    hidden, slots = down.shape[1 if form.transposed else 2], index.numel()
+    rows = (slots + min(gate_up.shape[0], slots) * (_BLOCK - 1)) // _BLOCK * _BLOCK
+    before = 2 * hidden if form.gated else hidden
+    features = x.shape[1] if gate_up.requires_grad else 0
+    ours = rows * (before + features) + x.numel()
+    of_down = (hidden if down.requires_grad else 0) + (x.shape[1] if weights.requires_grad else 0)
+    return 2 * rows <= 3 * slots and ours <= slots * (before + hidden + features + of_down)
 
 
 def factors_of(adapters: experts.Adapters) -> Tuple[List[Optional[Tensor]], List[float]]:
@@ -57,29 +74,32 @@ def run(
     given: Sequence[Optional[Tensor]], form: experts.Form, adapters: experts.Adapters = experts.NO_ADAPTERS
 ) -> Tensor:
     """The result of a call of which :func:`refusal` says nothing."""
-    x, index, weights, gate_up, down = given[:5]
+    x, index, *others = given
+    if _is_compiling():
+        return _Traced.apply(x, *others, index, form)
     factors, scalings = factors_of(adapters)
-    return _Experts.apply(x, weights, gate_up, down, *factors, index, form, scalings)
+    return _Experts.apply(x, *others[:3], *factors, *others[3:], index, form, scalings)
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *others: Any) -> Tensor:
-        *factors, index, form, scalings = others
-        found = native.experts_training_forward(x, index, weights, gate_up, down, factors, scalings, form.activation)
-        out, sorted_x, of_gate_up, *rank_rows = found
+        *factors, gate_up_bias, down_bias, index, form, scalings = others
+        given = x, index, weights, gate_up, down, gate_up_bias, down_bias
+        out, sorted_x, of_gate_up, *rank_rows = native.experts_training_forward(*given, factors, scalings, *form)
         # They belong to the node, where no hooks have to see what autograd saves: its backward may overwrite them.
         is_own = training._saved_tensors_hooks(False) is None
         ctx.form, ctx.scalings, ctx.own = form, scalings, (of_gate_up, None) if is_own else None
-        kept = sorted_x, None if is_own else of_gate_up, *rank_rows
-        ctx.save_for_backward(x, weights, gate_up, down, *factors, index, *kept)
+        of_first = ctx.needs_input_grad[2] or ctx.needs_input_grad[4]  # its weight, or an adapter's first factor
+        kept = sorted_x if of_first else None, None if is_own else of_gate_up, *rank_rows
+        ctx.save_for_backward(x, weights, gate_up, down, *others[:-3], index, *kept)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
-        *given, index, sorted_x, of_gate_up = ctx.saved_tensors[:11]
-        rank_rows = next(iter(ctx.saved_tensors[11:]), None)
-        needs = ctx.needs_input_grad[:8]
+        *given, index, sorted_x, of_gate_up = ctx.saved_tensors[: _OPERANDS + 3]
+        rank_rows = next(iter(ctx.saved_tensors[_OPERANDS + 3 :]), None)
+        needs = ctx.needs_input_grad[:_OPERANDS]
         own, is_alone = ctx.own, False
         if own is not None and not training._keeps_graph():
             ctx.own = ()  # what autograd saves it frees as well
@@ -90,12 +110,39 @@ class _Experts(torch.autograd.Function):
             found = _composed_gradients(*composed)
         else:
             bits = sum(need << place for place, need in enumerate(needs))
-            arguments = (grad, sorted_x, of_gate_up, index, *given[1:4], given[4:], ctx.scalings, rank_rows)
+            _, *weights, a, b, second_a, second_b, gate_up_bias, down_bias = given
+            arguments = (grad, sorted_x, of_gate_up, index, *weights, gate_up_bias, down_bias)
+            arguments = (*arguments, (a, b, second_a, second_b), ctx.scalings, rank_rows, *ctx.form, bits)
             backward = native.experts_training_backward_ if is_alone else native.experts_training_backward
-            arguments = (*arguments, ctx.form.activation, bits)
             found = dispatch.op_or_parts(backward, arguments, lambda: _composed_gradients(*composed))
         found = iter(found)
         return (*[next(found) if need else None for need in needs], None, None, None)
+
+
+class _Traced(torch.autograd.Function):
+    """The same for torch.compile, without adapters: what is kept is the graph's, and no gradient is differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, *others: Any) -> Tensor:
+        *stacks, index, form = others
+        found = native.experts_training_forward(x, index, weights, *stacks, *_NO_FACTORS, *form)
+        ctx.form = form
+        ctx.save_for_backward(weights, *stacks, index, *found[1:])
+        return found[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+        *given, index, sorted_x, of_gate_up = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:6]
+        places = (0, 1, 2, 3, _OPERANDS - 2, _OPERANDS - 1)
+        bits = sum(need << place for place, need in zip(places, needs))
+        kept = grad, sorted_x if needs[2] else None, of_gate_up, index, *given, *_NO_FACTORS, None
+        found = iter(native.experts_training_backward(*kept, *ctx.form, bits))
+        return (*[next(found) if need else None for need in needs], None, None)
+
+
+_NO_FACTORS = ((None,) * 4, (1.0, 1.0))
+_OPERANDS = 10  # that may have gradients: x, its shares, two weights, four factors, two biases
 
 
 def _composed_gradients(
@@ -110,10 +157,10 @@ def _composed_gradients(
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         given = tuple(tensor if tensor is None else tensor.view_as(tensor) for tensor in given)
-        x, weights, gate_up, down, *factors = given
+        x, weights, gate_up, down, *factors, gate_up_bias, down_bias = given
         both = zip(factors[::2], factors[1::2], scalings)
         adapters = tuple(None if a is None else _Adapter(a, b, scaling) for a, b, scaling in both)
-        operands = (x, index, weights, gate_up, down, None, None)
+        operands = (x, index, weights, gate_up, down, gate_up_bias, down_bias)
         result = experts.composed(*operands, form, reference.act_and_mul, adapters)
     wanted = [tensor for tensor, need in zip(given, needs) if need]
     return torch.autograd.grad(result, wanted, grad, create_graph=create_graph)

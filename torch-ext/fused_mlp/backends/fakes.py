@@ -54,6 +54,34 @@ def of_experts(x: Tensor, down_weight: Tensor, transposed: bool) -> Tensor:
     return x.new_empty((x.shape[0], down_weight.shape[2 if transposed else 1]))
 
 
+def _experts_training(
+    x: Tensor, top_k_index: Tensor, gate_up_weight: Tensor, down_weight: Tensor, transposed: bool
+) -> List[Tensor]:
+    """The result, and what is kept of rows sorted into blocks of 128 of one expert, as many as there can be."""
+    slots = top_k_index.shape[0] * top_k_index.shape[1]
+    blocks = (slots + torch.sym_min(gate_up_weight.shape[0], slots) * 127) // 128
+    width = gate_up_weight.shape[2 if transposed else 1]
+    kept = (x.new_empty((blocks * 128, columns)) for columns in (x.shape[1], width))
+    return [of_experts(x, down_weight, transposed), *kept]
+
+
+def _experts_gradients(
+    grad: Tensor,
+    top_k_weights: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    gate_up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    factors: List[Optional[Tensor]],
+    transposed: bool,
+    needs: int,
+) -> List[Tensor]:
+    x = (grad.shape[0], gate_up_weight.shape[1 if transposed else 2])
+    others = (top_k_weights, gate_up_weight, down_weight, *factors, gate_up_bias, down_bias)
+    made = (grad.new_empty(x), *(each if each is None else each.new_empty(each.shape) for each in others))
+    return [each for place, each in enumerate(made) if each is not None and needs >> place & 1]
+
+
 def _statistics(x: Tensor, norm: int) -> Tensor:
     kinds = 2 if norm in operands.CENTRED_NORMS else 1
     return x.new_empty((kinds, x.shape[:-1].numel()), dtype=torch.float32)
@@ -159,6 +187,8 @@ _RESULTS = {  # and what checks the operands
     "experts_mlp": (of_experts, operands.check_experts_mlp),
     "top_k_router": (_router, None),
     "sigmoid_router": (_sigmoid_router, None),
+    "experts_training_forward": (_experts_training, None),
+    "experts_training_backward": (_experts_gradients, None),
     "training_forward": (_training, None),
     "training_backward": (_gradients, None),
     "training_backward_": (_gradients, None),

@@ -76,10 +76,10 @@ def _of_experts_backward(
     shares: Any,
     first: Sequence[int],
     second: Sequence[int],
-    activation: int,
-    needs: int,
+    *others: Any,
     **_: Any,
 ) -> int:
+    needs = others[-1]
     computed = second, first if needs & 1 else None, first if needs & 4 else None, second if needs & 8 else None
     return _of_layers((*index, 1), *(weight and weight[1:] for weight in computed))
 
@@ -106,6 +106,7 @@ _FORMULAS = {
     "experts_mlp": _of_experts,
     "experts_training_forward": _of_experts,
     "experts_training_backward": _of_experts_backward,
+    "experts_training_backward_": _of_experts_backward,
     "top_k_router": _of_one,
     "sigmoid_router": _of_one,
     "quantized_linear": _of_quantized,

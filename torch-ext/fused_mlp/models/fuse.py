@@ -20,6 +20,7 @@ from torch import nn
 from ..autograd import training
 from . import outcome, verification
 from .experts import blocks, mixtures, routers, wrappers
+from .experts.known import llama4
 from .methods import switching
 from .outcome import Outcome, Reason
 from .parts import adapters
@@ -106,10 +107,10 @@ def is_fused(module: nn.Module) -> bool:
 
 
 def first_modules_in(module: nn.Module) -> List[nn.Module]:
-    """The first modules of the split MLPs that a module runs fused, or what its wrapper is around."""
+    """The first modules of the split MLPs that a module runs fused, or what its wrapper is around, or its block."""
     methods = switching.methods_in(module).values()
     found = [part for method in methods for part in rewriter.first_modules_in(method, module)]
-    return [*found, *wrappers.within(module)]
+    return [*found, *wrappers.within(module), *llama4.within(module)]
 
 
 def layers_in(module: nn.Module) -> List[nn.Module]:
@@ -207,7 +208,7 @@ def _plan_of(
     if finder is not None:
         return {}, outcome.of_finder(module, finder)
     methods, unknown = mixtures.fused_methods(module) or routers.fused_methods(module), ()
-    methods = methods or wrappers.fused_methods(module) or blocks.fused_methods(module)
+    methods = methods or wrappers.fused_methods(module) or llama4.fused_methods(module) or blocks.fused_methods(module)
     methods = methods or adapted.fused_methods(module) or normed.fused_methods(module)
     if not methods:
         methods, unknown = rewriter.fused_methods(module, memory)
@@ -245,6 +246,7 @@ def _plan_of(
 
 
 _UNCOMPARED = (routers.is_fused, blocks.is_fused, adapted.is_fused, normed.is_fused, wrappers.is_fused)
+_UNCOMPARED += (llama4.is_fused,)
 
 
 def _is_read(module: nn.Module, name: str, own: Any, method: FunctionType) -> bool:

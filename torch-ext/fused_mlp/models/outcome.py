@@ -17,6 +17,7 @@ from ..autograd import training
 from ..backends import reference
 from ..quantized import weights as quantized
 from .experts import blocks, mixtures, routers, wrappers
+from .experts.known import llama4
 from .parts import adapters, norms, recognition, refusals
 from .reading.attributes import attribute_of, of_call
 from .reading.source import tree_of
@@ -122,6 +123,10 @@ def of_methods(module: nn.Module, methods: Iterable[FunctionType]) -> Optional[O
         return of_experts(module)
     if any(map(wrappers.is_fused, methods)):
         return of_wrapper(module)
+    if any(map(llama4.is_fused, methods)):
+        refused = llama4.refusal(module)
+        reasons = () if refused is None else (Reason(OWN_WAY, "", refused),)
+        return Outcome(NONE if reasons else FULL, reasons, _EXPERTS)
     if any(map(routers.is_fused, methods)):  # no MLP: where it runs as it is, there is nothing to say
         return None if routers.refusal(module) is not None else Outcome(FULL, (), _ROUTER)
     if any(map(blocks.is_fused, methods)):  # likewise: its parts are reported
@@ -211,7 +216,7 @@ def words_of(extent: str, pattern: str) -> str:
 def left(module: nn.Module, methods: Iterable[FunctionType], reason: Reason) -> Optional[Outcome]:
     """That a module was left as it was, though these methods of it could be made."""
     methods = list(methods)
-    if any(made(method) for made in (mixtures.is_fused, wrappers.is_fused) for method in methods):
+    if any(made(method) for made in (mixtures.is_fused, wrappers.is_fused, llama4.is_fused) for method in methods):
         return Outcome(NONE, (reason,), _EXPERTS)
     if any(made(method) for made in _NO_MLPS for method in methods):
         return None

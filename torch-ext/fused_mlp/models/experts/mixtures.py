@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import calls, dispatch
-from ...autograd import training
+from ...autograd import experts_training, training
 from ...backends import native, reference
 from ...experts import NO_ADAPTERS, Adapters
 from ...quantized import experts as quantized_experts
@@ -216,7 +216,10 @@ def _fused(
     if _of_module(module, found, tensors, way) is not None or _of_call(x, index, weights, tensors[0]) is not None:
         return None
     if follows and not is_adapted and not all(tensor is None or tensor.requires_grad for tensor in tensors):
-        return None  # frozen weights, of which the unfused way keeps less
+        # Frozen weights, of which the unfused way keeps less than the parts do.
+        given = (x, index, weights, *tensors)
+        if not (calls.are_trained(given, found.form) and experts_training.keeps_no_more(given, found.form)):
+            return None
     last = _last_index(module, found, way)
     if proof is not None and last is not None and not cached.are_experts(index, last):
         return None

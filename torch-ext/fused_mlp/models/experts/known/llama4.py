@@ -1,0 +1,191 @@
+"""Llama 4's mixture, whose class hands every token to every expert, times zero where it was not chosen.
+
+An expert without biases makes zero of zero, and no gradient either, so the chosen experts are all there is to compute:
+each has its own copy of the token, times its score, and what they give is added to what the shared expert does. The
+classes are known by their source, as those of ``parts/adapters.py``; what is not known runs as it was written.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import FunctionType
+from typing import Any, Dict, NamedTuple, Optional, Set, Tuple, Union
+
+import torch
+from torch import Tensor, nn
+
+from .... import calls
+from ....autograd import training
+from ....backends import native
+from ....experts import Form
+from ...methods import switching
+from ...parts import refusals
+from ...proving.evaluation import Evaluation
+from ...proving.mixtures import activation_of
+from ...proving.values import NotProved, Proof, Proofs
+from ...reading import source
+from ...reading.attributes import are_unchanged, as_written, class_of, of_call, written
+from ...running import shortcut
+from .. import mixtures
+
+_NAME = "transformers.models.llama4.modeling_llama4.Llama4TextMoe"
+_ROUTER, _EXPERTS = "router", "experts"
+_WEIGHTS = ("gate_up_proj", "down_proj")
+# Hashes of the source of the forwards of block, router and experts, each with the version of transformers that has it.
+_DIGESTS = {"0065276034df72c8": "5.22"}
+
+
+class _Known(NamedTuple):
+    form: Form
+    attributes: Tuple[Tuple[Any, str, Any], ...]  # what was looked up in the classes
+
+
+def is_mixture(module: nn.Module) -> bool:
+    """True if a module is such a block, whatever its state is, with an activation that is known."""
+    return _proof_of(module) is not None
+
+
+def within(module: nn.Module) -> Tuple[nn.Module, ...]:
+    """The experts of a block, which has their outcome; where it runs as written, they run by a method of their own."""
+    return (module._modules[_EXPERTS],) if is_mixture(module) else ()
+
+
+def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
+    """The method to put into a block; none for anything else."""
+    return {"forward": _fused_method(class_of(module).forward)} if is_mixture(module) else {}
+
+
+def is_fused(function: Any) -> bool:
+    """True if a function was made by :func:`fused_methods`."""
+    return function in _made
+
+
+_made: Set[FunctionType] = set()
+_proofs = Proofs()
+
+
+def refusal(module: nn.Module) -> Optional[str]:
+    """The reason why a block runs its original forward in its present state; None if it is fused."""
+    found = _read(module)
+    return found if isinstance(found, str) else None
+
+
+def digest(module: nn.Module) -> Optional[str]:
+    """A hash of the source of what a call of a block runs, but for its shared expert and activation."""
+    parts = (module, *(module._modules.get(name) for name in (_ROUTER, _EXPERTS)))
+    if any(part is None for part in parts):
+        return None
+    return source.digest(code for part in parts for code in source.codes_of(class_of(part), ("forward",)))
+
+
+@functools.cache
+def _fused_method(method: FunctionType) -> FunctionType:
+    original = as_written("forward", method)
+    instead = switching.instead_of(original)
+
+    def forward(self: nn.Module, hidden_states: Any) -> Any:
+        another = instead(self)
+        if another is not None:
+            return another(self, hidden_states)
+        known = None if torch.compiler.is_compiling() else _read(self)
+        if not isinstance(known, _Known) or not _takes(self, hidden_states) or not _pays(self, hidden_states):
+            return method(self, hidden_states)
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        scores, logits = self.router(rows)
+        index = torch.topk(logits, self.router.top_k, dim=1).indices
+        compute = functools.partial(_routed, self, known.form, index)
+        if not shortcut.is_grad_enabled() and shortcut.is_as_recorded(self, rows):
+            routed = training.as_recorded(lambda given: compute(given, scores), rows)
+        else:
+            routed = compute(rows, scores)
+        return self.shared_expert(rows).add_(routed), logits
+
+    functools.update_wrapper(forward, method)
+    _made.add(forward)
+    written[forward] = original
+    return forward
+
+
+def _routed(module: nn.Module, form: Form, index: Tensor, rows: Tensor, scores: Tensor) -> Tensor:
+    """The sum that the chosen experts add to every token: each has a row of its own, times its score."""
+    tokens, top_k = index.shape
+    of_slots = (rows.unsqueeze(1) * scores.gather(1, index).unsqueeze(-1)).reshape(tokens * top_k, -1)
+    weights = (getattr(module._modules[_EXPERTS], name) for name in _WEIGHTS)
+    ones = rows.new_ones((tokens * top_k, 1))
+    results = calls.experts_mlp(of_slots, index.reshape(-1, 1), ones, *weights, None, None, form)
+    return results if top_k == 1 else results.view(tokens, top_k, -1).sum(1)
+
+
+def _takes(module: nn.Module, x: Any) -> bool:
+    """True if experts can be called on the input of a block."""
+    up = module._modules[_EXPERTS].gate_up_proj
+    if type(x) not in (Tensor, nn.Parameter) or x.dtype != up.dtype or x.device != up.device or x.numel() == 0:
+        return False
+    return (x.is_cpu or x.is_cuda) and not calls.autocasts(x) and calls._ambient_reason() is None
+
+
+def _pays(module: nn.Module, x: Tensor) -> bool:
+    """True if the chosen experts take less time than all of them: as they were measured on an H200, in bfloat16.
+
+    With few tokens reading the weights takes the time. Products that train read those of the chosen experts at less of
+    the bandwidth than one product of all does, until its arithmetic takes longer. On other GPUs each expert is a
+    product of its own, which has to gain more.
+    """
+    if x.is_cpu:
+        return True
+    tokens, experts = x.numel() // x.shape[-1], module._modules[_EXPERTS].gate_up_proj.shape[0]
+    if not (native.DEVICE_TYPE == "cuda" and native.is_hopper(x)) or x.dtype != torch.bfloat16:
+        return tokens >= _MANY_ELSEWHERE
+    if not (module.training or calls.autograd_follows(x, *module.parameters())):
+        return True
+    read = 1.0 - (1.0 - 1.0 / experts) ** (tokens * module.router.top_k)  # the part of the experts that is chosen
+    return tokens >= _MANY or read <= _MOST_READ
+
+
+_MANY, _MANY_ELSEWHERE = 192, 1024  # tokens
+_MOST_READ = 0.4
+
+
+def _read(module: nn.Module) -> Union[str, _Known]:
+    """The computation of a block; or, as a noun phrase, why it runs as it was written."""
+    known = _proof_of(module)
+    if known is None or not are_unchanged(known.attributes):
+        return "a patched class"
+    around = refusals.of_global_state()
+    if around is not None:
+        return around
+    router, experts = (module._modules[name] for name in (_ROUTER, _EXPERTS))
+    for part, name in ((router, _ROUTER), (experts, _EXPERTS)):
+        effect = of_call(part)
+        if effect is not None:
+            return f"{name} with {effect}"
+    if "parametrizations" in experts._modules or "parametrizations" in router._modules:
+        return "a weight of another kind"
+    up, down = (experts._parameters[name] for name in _WEIGHTS)
+    number, top_k = up.shape[0], router.__dict__.get("top_k")
+    if down.shape[0] != number or router.weight.shape[0] != number or type(top_k) is not int or not 0 < top_k <= number:
+        return f"{top_k} of {number} experts"
+    return mixtures._of_weights((up, down)) or known
+
+
+def _proof_of(module: nn.Module) -> Optional[_Known]:
+    kind = class_of(module)
+    if f"{kind.__module__}.{kind.__qualname__}" != _NAME:
+        return None
+    experts = module._modules.get(_EXPERTS)
+    if experts is None or any(experts._parameters.get(name) is None for name in _WEIGHTS):
+        return None
+    key = kind, *(class_of(module._modules.get(name)) for name in (_ROUTER, _EXPERTS))
+    return _proofs.get(key, experts, lambda: _proved(module, experts, key)).found
+
+
+def _proved(module: nn.Module, experts: nn.Module, kinds: Tuple[type, ...]) -> Proof:
+    evaluation = Evaluation(experts)
+    if digest(module) not in _DIGESTS:
+        return Proof(None, ())
+    try:
+        form = activation_of(evaluation, "act_fn")._replace(gated=True, transposed=True)
+    except NotProved:
+        return Proof(None, evaluation.dependencies)
+    attributes = tuple((kind, name, getattr(kind, name)) for kind in kinds for name in ("forward", "__call__"))
+    return Proof(_Known(form, attributes), evaluation.dependencies)
