@@ -3,10 +3,9 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <memory>
-#include <new>
 
 #include "../isa/isa.h"
+#include "../scratch.h"
 
 namespace fused_mlp::few_rows {
 
@@ -121,12 +120,8 @@ bool take(int64_t rows, const Layer& hidden, const Layer* down, bool keeps) {
 
 void run(Matrix x, int64_t rows, const Layer& hidden, const Layer* down, void* out, Kept kept) {
   const int64_t in_stride = padded(hidden), next_stride = down == nullptr ? 0 : padded(*down);
-  constexpr std::align_val_t kLine{64};
-  const size_t bytes = rows * (in_stride + next_stride) * sizeof(float);
-  const auto give_back = [](float* data) { operator delete(data, kLine); };
-  const std::unique_ptr<float, decltype(give_back)> workspace(static_cast<float*>(operator new(bytes, kLine)),
-                                                              give_back);
-  float* const data = workspace.get();
+  const Scratch workspace(rows * (in_stride + next_stride) * static_cast<int64_t>(sizeof(float)));
+  float* const data = workspace.at<float>(0);
   const Rows prepared{data, in_stride, rows}, next{data + rows * in_stride, next_stride, rows};
   const Matrix to{out, (down == nullptr ? hidden : *down).out_features};
   kernels(hidden.dtype)->prepare(hidden.dtype, x, hidden.in_features, prepared);

@@ -157,15 +157,9 @@ FLAGS["avx512_bf16"] = FLAGS["avx512"] | {"avx512_bf16"}
 FLAGS["amx"] = FLAGS["avx512_bf16"] | {"amx_tile", "amx_bf16"}
 
 
-def cpu_flags():
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"^flags\s*:(.*)$", info.read_text(), re.MULTILINE) if info.exists() else None
-    return set(found[1].split()) if found else set()
-
-
 @pytest.mark.parametrize("isa", FLAGS)
 def test_instruction_sets(isa):
-    known = [name for name, flags in FLAGS.items() if flags <= cpu_flags()]
+    known = [name for name, flags in FLAGS.items() if flags <= machine.cpu_flags()]
     if isa not in known[:-1]:
         pytest.skip(f"all tests run on {isa}" if isa in known else f"this CPU has no {isa}")
     chosen = "activations_and_dtypes or extreme or strides_of_all or many_rows or few_rows or any_call"
