@@ -1,14 +1,18 @@
 // The CPU backend's ops of layers with quantised weights: by kernels that decode them in registers, or decoded first,
 // as the layers of other weights.
 #include <algorithm>
+#include <array>
 #include <bit>
+#include <limits>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "../../torch-ext/operands/tensor_rows.h"
 #include "../../torch-ext/ops/plan.h"
 #include "../../torch-ext/ops/quantized.h"
 #include "../amx/amx_mlp.h"
+#include "../few_rows/few_rows_mlp.h"
 #include "../isa/isa.h"
 #include "../layers.h"
 #include "codes.h"
@@ -75,6 +79,7 @@ struct ReadLayers {
   std::vector<OptionalTensor> biases;  // dense
   bool gated;
   int64_t activation;
+  int64_t least_features = std::numeric_limits<int64_t>::max();
 
   static std::optional<ReadLayers> of(const QuantizedLayers& layers, int64_t activation) {
     ReadLayers read{{}, {}, layers.gated, activation};
@@ -82,6 +87,7 @@ struct ReadLayers {
       const std::optional<Codes> codes = codes_of(layer.weight);
       if (!codes) return std::nullopt;
       read.codes.push_back(*codes);
+      read.least_features = std::min(read.least_features, layer.weight.n);
       const OptionalTensor& bias = layer.bias;
       read.biases.push_back(bias && !bias->is_contiguous() ? torch::stable::contiguous(*bias) : bias);
     }
@@ -89,32 +95,56 @@ struct ReadLayers {
     return read;
   }
 
+  // True if each layer has a block of features of the kernels of few rows.
+  bool has_features() const { return least_features >= few_rows::kFeaturesOfCodes; }
   bool has_second() const { return codes.size() > (gated ? 2u : 1u); }
 };
 
-#if defined(__x86_64__)
-void run_tiles(const Tensor& x, const QuantizedLayers& layers, const ReadLayers& read, const Tensor& out) {
-  const auto projection = [&](size_t i) {
-    const OptionalTensor& bias = read.biases[i];
-    amx::Projection made{nullptr, 0, bias ? static_cast<const uint16_t*>(bias->const_data_ptr()) : nullptr};
-    made.codes = &read.codes[i];
-    return made;
-  };
+// The layers for kernels that call what they are made of Layer and Projection.
+template <typename Layer, typename Make>
+std::pair<Layer, Layer> layers_for(const QuantizedLayers& layers, const ReadLayers& read, const Make& make) {
   const QuantizedWeight& first = layers.first().weight;
-  amx::Layer hidden{projection(0), {}, read.gated, first.k, first.n, read.activation};
-  if (read.gated) hidden.up = projection(1);
-  amx::Layer down{};
-  if (read.has_second()) {
-    const QuantizedWeight& second = layers.second()->weight;
-    down = {projection(read.codes.size() - 1),        {}, false, second.k, second.n,
-            static_cast<int64_t>(Activation::kLinear)};
-  }
-  const TensorRows rows(x);
-  amx::run(rows.tensor, rows.row_stride, rows.rows, hidden, read.has_second() ? &down : nullptr, out, {});
+  Layer hidden = make(first, read.activation), down{};
+  const auto set = [&](auto& projection, size_t i) {
+    const OptionalTensor& bias = read.biases[i];
+    projection = {};
+    projection.codes = &read.codes[i];
+    using Bias = decltype(projection.bias);
+    if (bias) projection.bias = static_cast<Bias>(bias->const_data_ptr());
+  };
+  set(hidden.gate, 0);
+  hidden.gated = read.gated;
+  if (read.gated) set(hidden.up, 1);
+  if (!read.has_second()) return {hidden, down};
+  down = make(layers.second()->weight, static_cast<int64_t>(Activation::kLinear));
+  set(down.gate, read.codes.size() - 1);
+  return {hidden, down};
 }
-#endif
 
-bool by_tiles(DType dtype) { return dtype == DType::kBFloat16 && isa() == Isa::kAmx; }
+enum class Way { kDecoded, kVectors, kTiles };
+
+// The way in which layers are computed: by vectors for few rows, on tiles, or decoded first.
+Way way_of(DType dtype, int64_t rows, const std::optional<ReadLayers>& read) {
+  if (!read) return Way::kDecoded;
+  if (few_rows::take_codes(dtype, rows) && read->has_features()) return Way::kVectors;
+  return dtype == DType::kBFloat16 && isa() == Isa::kAmx ? Way::kTiles : Way::kDecoded;
+}
+
+void run_codes(const Tensor& x, const QuantizedLayers& layers, const ReadLayers& read, Way way, const Tensor& out) {
+  const TensorRows rows(x);
+  if (way == Way::kVectors) {
+    const auto [hidden, down] = layers_for<few_rows::Layer>(layers, read, [&](const QuantizedWeight& of, int64_t act) {
+      return few_rows::Layer{dtype_of(x, "x"), {}, {}, false, of.k, of.n, act};
+    });
+    const Matrix from{const_cast<void*>(rows.tensor.const_data_ptr()), rows.row_stride};
+    return few_rows::run(from, rows.rows, hidden, read.has_second() ? &down : nullptr, out.mutable_data_ptr());
+  }
+#if defined(__x86_64__)
+  const auto [hidden, down] = layers_for<amx::Layer>(
+      layers, read, [](const QuantizedWeight& of, int64_t act) { return amx::Layer{{}, {}, false, of.k, of.n, act}; });
+  amx::run(rows.tensor, rows.row_stride, rows.rows, hidden, read.has_second() ? &down : nullptr, out, {});
+#endif
+}
 
 }  // namespace
 
@@ -124,14 +154,11 @@ Tensor run_quantized(const Tensor& x, const QuantizedLayers& layers, int64_t act
   const Tensor result = new_result(x, (layers.second() ? *layers.second() : layers.first()).weight.n);
   if (result.numel() == 0) return result;
   const Tensor out = matrix_of(result, flat.size(0));
-#if defined(__x86_64__)
-  if (by_tiles(dtype)) {
-    if (const auto read = ReadLayers::of(layers, activation)) {
-      run_tiles(flat, layers, *read, out);
-      return result;
-    }
+  const std::optional<ReadLayers> read = ReadLayers::of(layers, activation);
+  if (const Way way = way_of(dtype, flat.size(0), read); way != Way::kDecoded) {
+    run_codes(flat, layers, *read, way, out);
+    return result;
   }
-#endif
   const auto of_dtype = [&](const QuantizedLayer& layer) { return decoded(layer.weight, x.scalar_type()); };
   const Tensor first = of_dtype(layers.first());
   const OptionalTensor up = layers.gated ? OptionalTensor(of_dtype(*layers.up())) : std::nullopt;
@@ -152,10 +179,15 @@ std::string plan_quantized(const Tensor& x, const std::vector<OptionalTensor>& w
                            int64_t activation, bool gated) {
   const std::vector<double> offsets(biases.size());
   const QuantizedLayers layers(x, weights, layouts, offsets, biases, activation, gated);
-  const bool reads = by_tiles(dtype_of(x, "x")) && ReadLayers::of(layers, activation).has_value();
+  const DType dtype = dtype_of(x, "x");
+  const Way way = way_of(dtype, count_rows(x), ReadLayers::of(layers, activation));
   PlanRecord plan;
   const int64_t count = layers.second() == nullptr ? 1 : 2;
-  for (int64_t i = 0; i < count; ++i) plan.layer().set("implementation", reads ? "quantized" : "decoded");
+  for (int64_t i = 0; i < count; ++i) {
+    plan.layer().set("implementation", way == Way::kDecoded ? "decoded" : "quantized");
+    if (way == Way::kTiles) plan.set("kernel", "amx");
+    if (way == Way::kVectors) plan.set("kernel", name(std::min(isa(), Isa::kAvx512)));
+  }
   return plan.text();
 }
 
