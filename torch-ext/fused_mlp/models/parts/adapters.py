@@ -57,7 +57,7 @@ CLASSES: Dict[type, Tuple[Tuple[Any, str, Any], ...]] = {}
 def is_adapted(part: nn.Module) -> bool:
     """True if a module is a layer of PEFT's LoRA, whatever its state is, around a weight that may be read."""
     kind = type(part)
-    return known(kind) is not None and (kind.__qualname__ != "Linear4bit" or dispatch.may_take_quantized())
+    return known(kind) is not None and (kind.__qualname__ != "Linear4bit" or dispatch.may_train_quantized())
 
 
 def layer_of(part: nn.Module) -> Union[str, Layer]:
