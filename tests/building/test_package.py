@@ -166,7 +166,9 @@ def test_instruction_sets(isa):
     chosen = f"({chosen} or number_of_rows) and not -float16"  # which torch computes
     if isa == "avx512_bf16":  # differs from avx512 in products of this dtype alone
         chosen += " and bfloat16"
+    chosen = f"({chosen}) or random_shapes or every_code_in_products"
     files = ("tests/functions/test_functional.py", "tests/experts/test_experts.py", "tests/training/test_training.py")
+    files += ("tests/quantized/test_quantized_kernels.py",)
     program = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
     variables = environment(LOCAL_KERNELS=local_kernels(), FUSED_MLP_CPU_ISA=isa, CUDA_VISIBLE_DEVICES="")
     done = forks.run(program, "-q", "-p", "no:cacheprovider", *files, "-k", chosen, env=variables, timeout=600)

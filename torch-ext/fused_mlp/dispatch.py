@@ -208,7 +208,7 @@ def _most_rows_by_size(weight: Any) -> int:
 def most_rows_of(format: str, x: Tensor, is_rounded: bool = True) -> int:
     """The same for weights of one format; ``is_rounded``: x may be rounded to that."""
     if not x.is_cuda:
-        return _MOST_ROWS if is_forced() else _MOST_ROWS_ON_CPU.get(x.dtype, 0)
+        return _MOST_ROWS if is_forced() else _MOST_ROWS_ON_CPU.get(x.dtype, _MOST_ROWS_OF_LARGE)
     if not native.is_hopper(x):
         return _MOST_ROWS_ELSEWHERE
     if format == "int8":
@@ -229,8 +229,9 @@ def is_forced() -> bool:
 
 # On an H200, as measured beside torch's products in FP8; GPUs that do not round x are bound by the weights' bytes.
 _MOST_ROWS, _MOST_ROWS_ELSEWHERE, _MOST_ROUNDED_ROWS = 32, 16, 128
-# On a Xeon, int8 beside bitsandbytes, whose products of rounded x take less time for more rows of float32.
-_MOST_ROWS_ON_CPU = {torch.bfloat16: 64, torch.float32: 4}
+# On a Xeon, int8 beside bitsandbytes, whose products of rounded x take less time for more rows of float32. Those of
+# bfloat16 were measured up to _MOST_ROWS_OF_LARGE.
+_MOST_ROWS_ON_CPU = {torch.float32: 4}
 _LARGE, _MOST_ROWS_OF_LARGE = 1 << 27, 64  # 8192 x 28672 at 256 and 512 rows: 1.15 of the layers' own time
 ANY_ROWS = sys.maxsize
 

@@ -45,8 +45,9 @@ class Part:
     "quantized", where a kernel reads that as it lies, or "decoded", where a tensor is made of it first. Of this and
     torch's ``refusal`` is the reason, a key of :data:`REFUSALS`, and ``pointwise`` says where activation and gate are
     applied: None (there are none), "epilogue" (torch's own), "cuda", or the instruction set of the CPU's pointwise
-    kernels. The other fields name a fused GPU kernel as cuda/gemm/problem.h does; on a CPU ``kernel`` is "matmul" for products
-    by themselves, and for quantised weights the instruction set; ``basis`` is "model" where it was chosen by a model of the GPU's times, not by measured ones.
+    kernels. The other fields name a fused GPU kernel as cuda/gemm/problem.h does; on a CPU ``kernel`` is "matmul" for
+    products by themselves, and for quantised weights the instruction set. ``basis`` is "model" where it was chosen by a
+    model of the GPU's times, not by measured ones.
     """
 
     layer: str

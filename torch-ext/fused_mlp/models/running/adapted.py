@@ -22,7 +22,8 @@ _IDENTITY = get_activation(None)
 _made: Set[FunctionType] = set()
 
 
-# On a CPU one op for a layer with an adapter pays from so many elements of x on, and to ask takes nothing of a large layer's time.
+# On a CPU one op for a layer with an adapter pays from so many elements of x on, and to ask takes nothing of a large
+# layer's time.
 _LEAST_ELEMENTS, _LEAST_WEIGHTS = 1 << 19, 1 << 18
 
 
