@@ -38,6 +38,8 @@ class Blocks {
 
   int64_t threads() const { return threads_; }
   int64_t slots() const { return slots_; }
+  // True if each block has a slot of its own.
+  bool holds_all() const { return !whole_ || ceil_div(ceil_div(ceil_div(tokens_, kTokens), threads_), kGroups) <= 1; }
   // The most tokens of a block.
   int64_t longest() const { return longest_; }
 

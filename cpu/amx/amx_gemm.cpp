@@ -2,6 +2,7 @@
 
 #include "../../torch-ext/operands/activation.h"
 #include "../../torch-ext/operands/matrix.h"
+#include "../../torch-ext/operands/zero_point.h"
 
 #if defined(__x86_64__)
 
@@ -20,7 +21,11 @@ namespace fused_mlp::amx {
 constexpr int kWidth = 16;
 #define FUSED_MLP_PERMUTES
 
+// clang-format off: each needs those before it
 #include "../isa/math.inl"
+#include "../quantized/lanes_avx512.inl"
+#include "../quantized/decode.inl"
+// clang-format on
 
 namespace {
 
@@ -111,6 +116,55 @@ void pack_weight_columns(const Layer& layer, int64_t panel, int64_t begin, int64
   }
 }
 
+// A vector of pairs in bf16.
+template <Format kFormat>
+FUSED_MLP_INLINE __m512i rounded(const Pair& values) {
+  if constexpr (kHalves<kFormat>) {  // which they are already
+    return (__m512i)((VecBits)values.half[0] >> 16 | (VecBits)values.half[1]);
+  }
+  const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)values.half[1], (__m512)values.half[0]);
+  const __m512i in_turn = (__m512i)((VecBits)_mm512_cvtepu16_epi32(
+                                        _mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)) *
+                                        0x10001u +
+                                    0x100000u);
+  return _mm512_permutexvar_epi16(in_turn, halves);
+}
+
+// Decodes columns [begin, begin + count) of a row, multiples of 32, into tiles.
+template <Format kFormat, bool kNested>
+FUSED_MLP_INLINE void decode_row(const Codes& codes, int64_t row, int64_t begin, int64_t count, char* packed) {
+  const uint8_t* from = codes.at(row, begin);
+  const int64_t columns = codes.columns(count);
+  int64_t block = codes.block(row, begin);
+  for (int64_t k = 0; k < count; k += columns, ++block) {
+    Values values = values_of<kFormat, kNested>(codes, block);
+    if constexpr (kHalves<kFormat>) {
+      const __m256i words = (__m256i)_mm512_cvtneps_pbh((__m512)values.vectors[0]);
+      values.vectors[0] = (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16);
+    }
+    for (int64_t left = min(columns, count - k); left > 0; left -= kDepth) {
+      _mm512_store_si512(packed, rounded<kFormat>(decode<kFormat>(values, from)));
+      packed += 2 * kTileBytes;
+      from += kHalves<kFormat> ? kDepth / 2 : kDepth;
+    }
+  }
+}
+
+// The same of 16 rows from one on; rows past the last repeat it. What comes next is fetched: the columns behind these,
+// or where they end, those that a later row begins with.
+template <Format kFormat, bool kNested>
+void decode_rows(const Codes& of, int64_t first, int64_t last, int64_t step, int64_t begin, int64_t count,
+                 char* packed) {
+  const Codes codes = of;  // no store may change it
+  const bool ends = begin + count == codes.k;
+  const int64_t ahead = ends ? step : 0, column = ends ? 0 : begin + count;
+  for (int64_t r = 0; r < kTileRows; ++r, packed += 64) {
+    const uint8_t* const next = codes.at(min(first + r + ahead, last), column);
+    for (int64_t at = 0; at < codes.bytes(count); at += 64) _mm_prefetch(next + at, _MM_HINT_T0);
+    decode_row<kFormat, kNested>(codes, min(first + r, last), begin, count, packed);
+  }
+}
+
 // The 32 rows of weights in a panel. Rows past the last feature repeat that feature, and their sums are not used.
 struct Panel {
   const uint16_t* rows[32];
@@ -124,9 +178,11 @@ struct Panel {
       const bool first = r < features;
       const Projection& projection = first ? layer.gate : layer.up;
       const int64_t feature = min(begin_feature + (first ? r : r - features), layer.out_features - 1);
-      rows[r] = projection.weight + feature * projection.row_stride;
+      if (projection.codes == nullptr) rows[r] = projection.weight + feature * projection.row_stride;
     }
   }
+
+  bool is_quantized() const { return layer->gate.codes != nullptr; }
 
   // True if the elements of a row are adjacent.
   bool by_rows() const { return layer->gate.column_stride == 1; }
@@ -137,11 +193,24 @@ struct Panel {
   // Copies columns [begin, begin + count) into pairs of tiles, and pads them with zeros.
   void pack(int64_t begin, int64_t count, char* packed) const {
     if (!by_rows()) return pack_weight_columns(*layer, index, begin, count, packed);
+    if (is_quantized()) return pack_codes(begin, count, packed);
     for (int64_t r = 0; r < 32; ++r) {
       for (int64_t k = 0; k < count; k += kDepth) {
         const __m512i weights = _mm512_maskz_loadu_epi16(first(count - k), rows[r] + begin + k);
         _mm512_store_si512(packed + k / kDepth * (2 * kTileBytes) + r * 64, weights);
       }
+    }
+  }
+
+ private:
+  void pack_codes(int64_t begin, int64_t count, char* packed) const {
+    const int64_t features = layer->panel_features(), last = layer->out_features - 1;
+    for (int64_t half = 0; half < 2; ++half) {
+      const Codes& codes = *(half == 1 && layer->gated ? layer->up : layer->gate).codes;
+      const int64_t first = begin_feature + (layer->gated ? 0 : half * kTileRows);
+      visit_format(codes, [&]<Format kFormat, bool kNested>() {
+        decode_rows<kFormat, kNested>(codes, first, last, features, begin, count, packed + half * kTileBytes);
+      });
     }
   }
 };
@@ -353,21 +422,24 @@ void multiply_in_place(const Panel& panel, const Panel* next, int64_t begin, con
   store_sums(sums);
 }
 
-// Adds the product of a packed slice of weights and of tokens to the sums. Each of its steps also advances the epilogue
+// Adds the product of a packed slice of weights and of one pair of tiles of tokens, or of the first of them, to the
+// sums. Each of its steps also advances the epilogue
 // of earlier sums, and prefetches weights into L2.
-void multiply(const char* weights, const char* tokens, int64_t steps, float* sums, bool accumulate, Epilogue& epilogue,
-              int64_t epilogue_steps, Ahead ahead) {
+void multiply(const char* weights, const char* tokens, int64_t steps, float* sums, bool accumulate, bool both,
+              Epilogue& epilogue, int64_t epilogue_steps, Ahead ahead) {
   load_sums(sums, accumulate);
   for (int64_t step = 0; step < steps; ++step) {
     _tile_loadd(6, tokens, 64);
     _tile_loadd(4, weights, 64);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, tokens + kTileBytes, 64);
     for (int64_t r = 0; r < ahead.count; ++r) _mm_prefetch(ahead.rows[r] + ahead.column + step * kDepth, _MM_HINT_T1);
-    _tile_dpbf16ps(1, 4, 7);
     _tile_loadd(5, weights + kTileBytes, 64);
     _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
+    if (both) {
+      _tile_loadd(7, tokens + kTileBytes, 64);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(3, 5, 7);
+    }
     tokens += 2 * kTileBytes;
     weights += 2 * kTileBytes;
     epilogue.advance(epilogue_steps);
@@ -472,10 +544,11 @@ void project(const Layer& layer, const uint16_t* packed, int64_t tokens, int64_t
       const int64_t chunk_end = min(chunk + chunk_size, layer.in_features);
       for (int64_t p = group_begin; p < group_end; ++p) {
         const Panel panel(layer, p), next_panel(layer, min(p + 1, end - 1));
-        const bool copies_rows = layer.packed == nullptr && panel.by_rows();
+        const bool is_quantized = panel.is_quantized();
+        const bool copies_rows = layer.packed == nullptr && panel.by_rows() && !is_quantized;
         float* sums = scratch + p % slots * pairs * kSums;
         int64_t k = chunk;
-        if (pairs <= kPairsInPlace && layer.packed == nullptr && panel.by_rows() && panel.has_all_rows()) {
+        if (pairs <= kPairsInPlace && copies_rows && panel.has_all_rows()) {
           const int64_t steps = (chunk_end - k) / kDepth;
           const char* tokens_at = reinterpret_cast<const char*>(packed) + k / kDepth * (2 * kTileBytes);
           for (int64_t pair = 0; pair < pairs; ++pair) {
@@ -500,7 +573,7 @@ void project(const Layer& layer, const uint16_t* packed, int64_t tokens, int64_t
             const Ahead ahead{(last_of_chunk ? next_panel : panel).rows + row,
                               copies_rows ? min(ahead_rows, 32 - row) : 0, last_of_chunk ? chunk : k + count};
             multiply(slice_at, tokens_at + pair * pair_bytes, round_up(count, kDepth) / kDepth, sums + pair * kSums,
-                     k > 0, epilogue, epilogue_steps, ahead);
+                     k > 0, tokens - pair * kTokens > kTileRows, epilogue, epilogue_steps, ahead);
           }
           k += count;
         }

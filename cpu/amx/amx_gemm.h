@@ -2,6 +2,8 @@
 
 #include <cstdint>
 
+#include "../quantized/codes.h"
+
 // Products of bf16 matrices on AMX tiles, for the layers of an MLP. The rows of a result tile are features, its columns
 // are tokens. This way the weights can be read as they lie, [out, in], and a layer's result leaves the tiles in the
 // order in which the next layer reads its input.
@@ -28,6 +30,8 @@ struct Projection {
   const uint16_t* bias;
   int64_t column_stride = 1;
   int64_t bias_stride = 1;
+  // In the place of a weight: one that is quantised, and is decoded into tiles each time they are multiplied.
+  const quantized::Codes* codes = nullptr;
 };
 
 // act(x weight^T + bias), times (x up_weight^T + up_bias) if gated.

@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "../../torch-ext/operands/operands.h"
+#include "../scratch.h"
 #include "amx_blocks.h"
 
 namespace fused_mlp::amx {
@@ -20,10 +20,11 @@ void run(const Tensor& x, int64_t x_stride, int64_t tokens, const Layer& hidden,
   const int64_t in_size = packed_size(longest, hidden.in_features);
   const int64_t hidden_size = down == nullptr ? 0 : packed_size(longest, hidden.out_features);
   const int64_t sums_size = std::max(scratch_size(hidden, longest), down == nullptr ? 0 : scratch_size(*down, longest));
-  const Tensor workspace = new_dense(x, {blocks.slots() * (in_size + hidden_size) + blocks.threads() * sums_size * 2});
-  uint16_t* const packed_in = static_cast<uint16_t*>(workspace.mutable_data_ptr());
+  const int64_t sums_at = blocks.slots() * (in_size + hidden_size) * 2;
+  const Scratch workspace(sums_at + blocks.threads() * sums_size * 4);
+  uint16_t* const packed_in = workspace.at<uint16_t>(0);
   uint16_t* const packed_hidden = packed_in + blocks.slots() * in_size;
-  float* const sums = reinterpret_cast<float*>(packed_hidden + blocks.slots() * hidden_size);
+  float* const sums = workspace.at<float>(sums_at);
 
   const uint16_t* const x_data = static_cast<const uint16_t*>(x.const_data_ptr());
   uint16_t* const out_data = static_cast<uint16_t*>(out.mutable_data_ptr());

@@ -3,17 +3,19 @@
 #include <cstdint>
 
 #include "../../torch-ext/operands/matrix.h"
+#include "../quantized/codes.h"
 
 // Layers of an MLP on few rows of x: the weights are read once, as they lie, and every element is multiplied with all
 // rows while it is in a register.
 namespace fused_mlp::few_rows {
 
 // A weight [out, in], whose rows are of adjacent elements and row_stride elements apart, and a dense bias [out] or
-// null.
+// null. With `codes` the weight is quantised: these are decoded in the place of it.
 struct Projection {
   const void* weight;
   int64_t row_stride;
   const void* bias;
+  const quantized::Codes* codes = nullptr;
 };
 
 // act(x weight^T + bias), times (x up_weight^T + up_bias) if gated.
@@ -29,11 +31,13 @@ struct Layer {
 constexpr int64_t kRowsAtOnce = 8;
 
 // Rows of x as they are multiplied, in blocks, `stride` floats apart: fp32, or for dot products bf16, whose blocks take
-// half of the place.
+// half of the place. For codes each block has the elements of even columns before those of odd ones, as bf16 always
+// has.
 struct Rows {
   float* data;
   int64_t stride;
   int64_t count;
+  bool for_codes;
 };
 
 // The place of a hidden layer's values before the activation, for a backward: [rows, features], up of a gated one

@@ -1,5 +1,6 @@
 // The kernels of few_rows.h for one instruction set, on the blocks of memory.inl; see math.inl for how this is
-// included. It needs pairwise_sums(a, b), the sums of neighbouring lanes of a, then of b. With FUSED_MLP_DOTS it has
+// included. It needs pairwise_sums(a, b), the sums of neighbouring lanes of a, then of b, columns_apart(pair), the even
+// elements of its two vectors, then the odd ones, and decode.inl, but with FUSED_MLP_DOTS. With FUSED_MLP_DOTS it has
 // the kernels for bfloat16 alone, by add_dots(sums, a, b), which adds the products of the pair in each lane.
 
 using few_rows::Kept;
@@ -180,6 +181,57 @@ void multiply(const Projection& projection, int64_t in_features, int64_t begin, 
   }
 }
 
+#ifndef FUSED_MLP_DOTS
+// The same of a quantised weight, whose rows have a multiple of kBlock features: each block of them is decoded once for
+// all rows of x.
+template <typename T, Format kFormat, bool kNested, int kRows>
+void multiply_codes(const Projection& projection, int64_t in_features, int64_t begin, Rows x, Products* products) {
+  constexpr int kStreams = streams_of(kRows);
+  constexpr int64_t kSum = kBlocksOfSum * kBlock;
+  const Codes codes = *projection.codes;
+  const int64_t columns = codes.columns(kSum), row_bytes = codes.bytes(codes.k), block_bytes = codes.bytes(kBlock);
+  for (int64_t f = 0; f < kBlock; f += kStreams) {
+    const uint8_t* const weights = codes.at(begin + f, 0);
+    Vec sums[kStreams][kRows] = {}, earlier[kStreams][kRows] = {};
+    for (int64_t first = 0; first < in_features; first += kSum) {
+      const int64_t end = first + kSum < in_features ? first + kSum : in_features;
+      for (int64_t block = first; block < end; block += columns) {
+        Values values[kStreams];
+#pragma GCC unroll 8
+        for (int s = 0; s < kStreams; ++s) {
+          values[s] = values_of<kFormat, kNested>(codes, codes.block(begin + f + s, block));
+        }
+        const int64_t block_end = block + columns < end ? block + columns : end;
+        for (int64_t k = block; k < block_end; k += kBlock) {
+          const uint8_t* const at = weights + k / kBlock * block_bytes;
+          const float* const row = x.data + k;
+#pragma GCC unroll 8
+          for (int s = 0; s < kStreams; ++s) {
+            __builtin_prefetch(at + (s + kStreams) * row_bytes);
+            const Pair decoded = decode<kFormat>(values[s], at + s * row_bytes);
+#pragma GCC unroll 8
+            for (int r = 0; r < kRows; ++r) add_products(sums[s][r], decoded, load(row + r * x.stride));
+          }
+        }
+      }
+#pragma GCC unroll 8
+      for (int s = 0; s < kStreams; ++s) {
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+          earlier[s][r] += sums[s][r];
+          sums[s][r] = Vec{};
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int s = 0; s < kStreams; ++s) {
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) product_of<T>(products[r], f + s) = earlier[s][r];
+    }
+  }
+}
+#endif
+
 template <typename T>
 FUSED_MLP_INLINE Pair add_up(const Products& products, const Projection& projection, int64_t begin) {
   Pair sums{{lane_sums(products[0]), lane_sums(products[1])}};
@@ -205,6 +257,12 @@ FUSED_MLP_INLINE void store_block(Matrix to, int64_t r, BlockOf block, Pair valu
 FUSED_MLP_INLINE Pair rounded(Pair x, const float*) { return x; }
 FUSED_MLP_INLINE Pair rounded(Pair x, const BFloat16*) { return from_bf16(to_bf16(x)); }
 
+// A block in the order in which it is multiplied.
+template <typename T>
+FUSED_MLP_INLINE Pair in_order(const Pair& values, const Rows& rows) {
+  return rows.for_codes && !kIsBf16<T> ? columns_apart(values) : values;
+}
+
 template <typename T, Activation kActivation>
 void finish(const Layer& layer, int64_t index, Rows x, const Products* gates, const Products* ups, Matrix out,
             Rows next, Kept kept) {
@@ -220,7 +278,7 @@ void finish(const Layer& layer, int64_t index, Rows x, const Products* gates, co
     }
     if (out.data == nullptr) {
       prepare(next.data + r * next.stride + index * kPreparedBlock,
-              without_others<T>(rounded(values, static_cast<T*>(nullptr)), block.count));
+              in_order<T>(without_others<T>(rounded(values, static_cast<T*>(nullptr)), block.count), next));
       continue;
     }
     store_block<T>(out, r, block, values);
@@ -234,6 +292,23 @@ void visit_rows(int64_t rows, const Visitor& visitor) {
     if (rows > kRows) return visit_rows<kMost, kRows + 1>(rows, visitor);
   }
   visitor.template operator()<kRows>();
+}
+
+// The product of some rows of x with a block of features.
+using Multiply = void (*)(const Projection& projection, int64_t in_features, int64_t begin, Rows x, Products* products);
+
+template <typename T>
+Multiply multiply_for(const Projection& projection, int64_t rows) {
+  Multiply chosen = nullptr;
+  visit_rows<kRowsAtOnce>(rows, [&]<int kRows>() {
+    chosen = multiply<T, kRows>;
+#ifndef FUSED_MLP_DOTS
+    if (projection.codes == nullptr) return;
+    visit_format(*projection.codes,
+                 [&]<Format kFormat, bool kNested>() { chosen = multiply_codes<T, kFormat, kNested, kRows>; });
+#endif
+  });
+  return chosen;
 }
 
 // A matrix from a row on; none of none.
@@ -252,13 +327,11 @@ void project_as(const Layer& layer, Rows x, int64_t begin, int64_t end, Matrix o
     const int64_t feature = BlockOf(layer.out_features, index).begin;
     for (int64_t part = 0; part < parts; ++part) {  // the block of weights is in a cache, after the first
       const auto [first, count] = part_of(x.count, part);
-      const Rows some{x.data + first * x.stride, x.stride, count};
-      auto multiplied = multiply<T, 1>;
-      visit_rows<kRowsAtOnce>(count, [&]<int kRows>() { multiplied = multiply<T, kRows>; });
-      multiplied(layer.gate, layer.in_features, feature, some, gates);
-      if (layer.gated) multiplied(layer.up, layer.in_features, feature, some, ups);
+      const Rows some{x.data + first * x.stride, x.stride, count, x.for_codes};
+      multiply_for<T>(layer.gate, count)(layer.gate, layer.in_features, feature, some, gates);
+      if (layer.gated) multiply_for<T>(layer.up, count)(layer.up, layer.in_features, feature, some, ups);
       finished(layer, index, some, gates, ups, rows_from<T>(out, first),
-               {next.data + first * next.stride, next.stride, count},
+               {next.data + first * next.stride, next.stride, count, next.for_codes},
                {rows_from<T>(kept.gate, first), rows_from<T>(kept.up, first)});
     }
   }
@@ -279,7 +352,8 @@ void prepare_as(Matrix x, int64_t features, Rows rows) {
     for (int64_t index = 0; index * kBlock < features; ++index) {
       const BlockOf block(features, index);
       const Pair values = load(row<T>(x, r) + block.begin);
-      prepare(rows.data + r * rows.stride + index * kPreparedBlock, without_others<T>(values, block.count));
+      prepare(rows.data + r * rows.stride + index * kPreparedBlock,
+              in_order<T>(without_others<T>(values, block.count), rows));
     }
   }
 }

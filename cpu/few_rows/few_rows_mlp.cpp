@@ -3,10 +3,9 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <memory>
-#include <new>
 
 #include "../isa/isa.h"
+#include "../scratch.h"
 
 namespace fused_mlp::few_rows {
 
@@ -29,6 +28,18 @@ const Kernels* kernels(DType dtype) {
 #endif
 }
 
+// Those of a layer: codes are widened when they are decoded.
+const Kernels* kernels(const Layer& layer) {
+#if defined(__x86_64__)
+  if (layer.gate.codes != nullptr) return widest(avx512::kFewRows, avx2::kFewRows);
+#endif
+  return kernels(layer.dtype);
+}
+
+// The number of rows up to which codes take less time than what else multiplies them (measured on a Xeon): tiles of
+// decoded weights, or torch's products of weights that are decoded first.
+int64_t most_rows_of_codes(DType dtype) { return dtype == DType::kBFloat16 && isa() == Isa::kAmx ? 5 : 96; }
+
 // Bytes of weights worth a thread.
 constexpr int64_t kGrain = 32768;
 
@@ -37,16 +48,17 @@ constexpr int64_t kCachedBytes = 2 << 20;
 
 // Rows are an odd number of blocks apart, so that no two share a set of L1.
 int64_t padded(const Layer& layer) {
-  const int64_t block = kernels(layer.dtype)->block;
+  const int64_t block = kernels(layer)->block;
   return (ceil_div(layer.in_features, block) | 1) * block;
 }
 
 void run_layer(const Layer& layer, Rows rows, Matrix out, Rows next, Kept kept) {
-  const int64_t block = kernels(layer.dtype)->block;
-  const int64_t block_bytes = block * layer.in_features * element_bytes(layer.dtype) * (layer.gated ? 2 : 1);
+  const int64_t block = kernels(layer)->block, elements = block * layer.in_features * (layer.gated ? 2 : 1);
+  const quantized::Codes* const codes = layer.gate.codes;
+  const int64_t block_bytes = codes != nullptr ? codes->bytes(elements) : elements * element_bytes(layer.dtype);
   torch::stable::parallel_for(
       0, ceil_div(layer.out_features, block), ceil_div(kGrain, block_bytes),
-      [&](int64_t begin, int64_t end) { kernels(layer.dtype)->project(layer, rows, begin, end, out, next, kept); });
+      [&](int64_t begin, int64_t end) { kernels(layer)->project(layer, rows, begin, end, out, next, kept); });
 }
 
 // The numbers of rows for which these kernels were measured to take less time than what else multiplies them: tiles, or
@@ -98,6 +110,8 @@ bool may_pay(DType dtype, int64_t rows) {
   return (rows == 1 && bounds.streams_one) || (rows >= bounds.least && rows <= bounds.most);
 }
 
+bool take_codes(DType dtype, int64_t rows) { return isa() >= Isa::kAvx2 && rows <= most_rows_of_codes(dtype); }
+
 bool take(int64_t rows, const Layer& hidden, const Layer* down, bool keeps) {
   if (!may_pay(hidden.dtype, rows)) return false;
   const int64_t block = kernels(hidden.dtype)->block;
@@ -121,15 +135,13 @@ bool take(int64_t rows, const Layer& hidden, const Layer* down, bool keeps) {
 
 void run(Matrix x, int64_t rows, const Layer& hidden, const Layer* down, void* out, Kept kept) {
   const int64_t in_stride = padded(hidden), next_stride = down == nullptr ? 0 : padded(*down);
-  constexpr std::align_val_t kLine{64};
-  const size_t bytes = rows * (in_stride + next_stride) * sizeof(float);
-  const auto give_back = [](float* data) { operator delete(data, kLine); };
-  const std::unique_ptr<float, decltype(give_back)> workspace(static_cast<float*>(operator new(bytes, kLine)),
-                                                              give_back);
-  float* const data = workspace.get();
-  const Rows prepared{data, in_stride, rows}, next{data + rows * in_stride, next_stride, rows};
+  const Scratch workspace(rows * (in_stride + next_stride) * static_cast<int64_t>(sizeof(float)));
+  float* const data = workspace.at<float>(0);
+  const bool for_codes = hidden.gate.codes != nullptr;
+  const Rows prepared{data, in_stride, rows, for_codes};
+  const Rows next{data + rows * in_stride, next_stride, rows, for_codes};
   const Matrix to{out, (down == nullptr ? hidden : *down).out_features};
-  kernels(hidden.dtype)->prepare(hidden.dtype, x, hidden.in_features, prepared);
+  kernels(hidden)->prepare(hidden.dtype, x, hidden.in_features, prepared);
   run_layer(hidden, prepared, down == nullptr ? to : kNoMatrix, next, kept);
   if (down != nullptr) run_layer(*down, next, to, {}, {kNoMatrix, kNoMatrix});
 }

@@ -1,5 +1,6 @@
 // The kernels of few_rows.h and of matmul.h in AVX2.
 #include "../../torch-ext/operands/activation.h"
+#include "../../torch-ext/operands/zero_point.h"
 #include "../few_rows/few_rows.h"
 #include "../few_rows/matmul.h"
 
@@ -26,7 +27,18 @@ FUSED_MLP_INLINE Vec pairwise_sums(Vec a, Vec b) {
   return (Vec)_mm256_permute4x64_pd(sums, 0b11011000);
 }
 
+FUSED_MLP_INLINE Pair columns_apart(const Pair& x) {
+  const __m256 even = _mm256_shuffle_ps((__m256)x.half[0], (__m256)x.half[1], 0b10001000);
+  const __m256 odd = _mm256_shuffle_ps((__m256)x.half[0], (__m256)x.half[1], 0b11011101);
+  return {
+      {(Vec)_mm256_permute4x64_pd((__m256d)even, 0b11011000), (Vec)_mm256_permute4x64_pd((__m256d)odd, 0b11011000)}};
+}
+
+// clang-format off: each needs those before it
+#include "../quantized/lanes_avx2.inl"
+#include "../quantized/decode.inl"
 #include "../few_rows/few_rows.inl"
+// clang-format on
 
 // [a0, b0, a1, b1, ...], in two halves
 FUSED_MLP_INLINE void interleave(Vec a, Vec b, Vec& low, Vec& high) {

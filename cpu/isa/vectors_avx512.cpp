@@ -1,5 +1,6 @@
 // The kernels of few_rows.h and of matmul.h in AVX-512.
 #include "../../torch-ext/operands/activation.h"
+#include "../../torch-ext/operands/zero_point.h"
 #include "../few_rows/few_rows.h"
 #include "../few_rows/matmul.h"
 
@@ -22,6 +23,8 @@ constexpr int kWidth = 16;
 #include "math.inl"
 #include "memory.inl"
 #include "lanes_avx512.inl"
+#include "../quantized/lanes_avx512.inl"
+#include "../quantized/decode.inl"
 #include "../few_rows/few_rows.inl"
 #include "../few_rows/matmul.inl"
 // clang-format on

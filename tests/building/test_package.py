@@ -157,22 +157,18 @@ FLAGS["avx512_bf16"] = FLAGS["avx512"] | {"avx512_bf16"}
 FLAGS["amx"] = FLAGS["avx512_bf16"] | {"amx_tile", "amx_bf16"}
 
 
-def cpu_flags():
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"^flags\s*:(.*)$", info.read_text(), re.MULTILINE) if info.exists() else None
-    return set(found[1].split()) if found else set()
-
-
 @pytest.mark.parametrize("isa", FLAGS)
 def test_instruction_sets(isa):
-    known = [name for name, flags in FLAGS.items() if flags <= cpu_flags()]
+    known = [name for name, flags in FLAGS.items() if flags <= machine.cpu_flags()]
     if isa not in known[:-1]:
         pytest.skip(f"all tests run on {isa}" if isa in known else f"this CPU has no {isa}")
     chosen = "activations_and_dtypes or extreme or strides_of_all or many_rows or few_rows or any_call"
     chosen = f"({chosen} or number_of_rows) and not -float16"  # which torch computes
     if isa == "avx512_bf16":  # differs from avx512 in products of this dtype alone
         chosen += " and bfloat16"
+    chosen = f"({chosen}) or random_shapes or every_code_in_products"
     files = ("tests/functions/test_functional.py", "tests/experts/test_experts.py", "tests/training/test_training.py")
+    files += ("tests/quantized/test_quantized_kernels.py",)
     program = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
     variables = environment(LOCAL_KERNELS=local_kernels(), FUSED_MLP_CPU_ISA=isa, CUDA_VISIBLE_DEVICES="")
     done = forks.run(program, "-q", "-p", "no:cacheprovider", *files, "-k", chosen, env=variables, timeout=600)

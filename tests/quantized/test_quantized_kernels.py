@@ -195,6 +195,32 @@ def test_blocks_are_decoded_exactly(ops, device, dtype, format):
     assert torch.equal(found, shifted.decoded(dtype))
 
 
+@pytest.mark.skipif(ON_GPU, reason="kernels of GPUs multiply in other orders")
+@dtypes
+@pytest.mark.parametrize("rows", [3, 96])  # by vectors and, in bfloat16, on tiles
+@pytest.mark.parametrize("format", ["nf4", "nested", "fp4", "fp8", "int8", "int4"])
+def test_every_code_in_products(ops, device, dtype, rows, format):
+    """Products with columns of the identity are the decoded weight, bit for bit."""
+    if format in ("nf4", "nested", "fp4"):
+        shapes = ((64, 256, 64), (40, 192, 64), (33, 96, 32), (64, 64, 4096), (36, 1088, 64), (48, 128, 256))
+        code = "nf4" if format == "nested" else format
+        weights = [Weight(n, k, device, code, block, format == "nested") for n, k, block in shapes]
+    else:
+        shapes = ((256, 256, (128, 128)), (40, 192, (1, 192)), (33, 192, (1, 128)), (70, 1088, (2, 64)))
+        weights = [Blocked(n, k, device, block, format) for n, k, block in shapes]
+        bytes_of = torch.arange(256, device=device) % (128 if format == "fp8" else 256)
+        every = torch.where(bytes_of == 127, 0, bytes_of) if format == "fp8" else bytes_of
+        weights[0].data.view(torch.uint8).copy_(every[: weights[0].data.shape[1]].to(torch.uint8))
+    for weight in weights:
+        expected = weight.decoded(dtype)
+        for begin in range(0, weight.k, rows):
+            x = torch.eye(weight.k, device=device, dtype=dtype)[begin : begin + rows]
+            offset = getattr(weight, "offset", 0.0)
+            with poisoned_memory(device):
+                found = ops.quantized_linear(x, weight.operands, weight.layout, offset, None, 0)
+            assert torch.equal(found, expected[:, begin : begin + rows].t()), (weight.layout, begin)
+
+
 def drawn_features(draw: random.Random) -> int:
     return 64 * draw.randint(1, 20) if draw.random() < 0.8 else draw.randint(1, 900)
 
@@ -204,10 +230,10 @@ def drawn_features(draw: random.Random) -> int:
 @pytest.mark.parametrize("function", ["linear", "gated_linear", "gated_mlp", "mlp"])
 def test_random_shapes(ops, device, dtype, function, nested):
     draw = random.Random(f"{function} {nested} {dtype}")
-    for _ in range(40 if ON_GPU else 6):
+    for _ in range(40 if ON_GPU else 8):
         torch.manual_seed(draw.getrandbits(32))
         n_in, hidden, out = (drawn_features(draw) for _ in range(3))
-        rows = draw.choice([1, 2, 5, 8, 9, 16, 17, 31, 33, 64, 65, 100, 300]) if ON_GPU else draw.choice([1, 3, 40])
+        rows = draw.choice([1, 2, 5, 8, 9, 16, 17, 31, 33, 64, 65, 100, 300])
         block = draw.choice([64, 64, 64, 128])
         gated = function.startswith("gated")
         shapes = [(hidden, n_in)] * (2 if gated else 1) + ([(out, hidden)] if function.endswith("mlp") else [])

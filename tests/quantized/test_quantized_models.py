@@ -489,18 +489,49 @@ def test_compiled(fused_mlp, device):
 
 
 @pytest.mark.skipif(machine.device_type() != "cpu", reason="on a GPU they are fused")
-@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("adapted", [False, True][machine.has_tiles() :])
 def test_left_on_a_cpu(fused_mlp, device, ops, adapted, monkeypatch):
     """Nothing is asked of such layers there at a call, and the report says why they are left."""
     with fused_mlp.backend("auto"):
         model, inputs = build("Llama", device, adapted=adapted)
         fused = copy.deepcopy(model)
         report = fused_mlp.fuse_mlps(fused)
-        assert {module.reason.partition("(a ")[2].rpartition("bitsandbytes")[2] for module in report.left} == {
-            ".nn.modules.Linear4bit on a CPU, where its own product runs)"
-        }
         assert len(report.left) == MLPS
+        reasons = {module.reason.partition("(a ")[2].removesuffix(")") for module in report.left}
+        assert all(reason.endswith("on a CPU, where its own product runs") for reason in reasons)
         parts = importlib.import_module(f"{fused_mlp.__name__}.models.parts.adapters")
-        monkeypatch.setattr(parts, "layer_of", None)
+        if not adapted:
+            monkeypatch.setattr(parts, "layer_of", None)
         assert_same(model, fused, inputs)
     assert ops == []
+
+
+@pytest.mark.skipif(not machine.has_tiles(), reason="on a GPU they are fused, and on other CPUs left")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@nestings
+@pytest.mark.parametrize("kind", ["Llama", "Phi3", "GPT-NeoX"])
+def test_by_themselves_on_a_cpu(fused_mlp, device, ops, kind, nested, dtype):
+    """In inference their weights are read packed, and stay as they are; with autograd they are called."""
+    with fused_mlp.backend("auto"):
+        model, inputs = build(kind, device, dtype, nested)
+        plain, fused = decoded(fused_mlp, model).eval(), copy.deepcopy(model).eval()
+        report = fused_mlp.fuse_mlps(fused)
+        assert len(report.fused) >= MLPS and not report.left
+        with torch.no_grad():
+            expected, found = (run(each, inputs) for each in (plain, fused))
+        assert ops == ["packed"] * MLPS
+        assert_close(found, expected, 1e-4 if dtype == torch.float32 else 6e-2)
+        assert not any(getattr(layer.weight.quant_state, "packing_format_for_cpu", False) for layer in layers_in(fused))
+        ops.clear()
+        embedded = fused.get_input_embeddings()(inputs["input_ids"]).detach().requires_grad_()
+        fused(inputs_embeds=embedded)[0].float().square().mean().backward()
+        assert embedded.grad is not None and ops == []
+
+
+@pytest.mark.skipif(not machine.has_tiles(), reason="elsewhere they are decoded, or left")
+def test_layouts_that_are_left_on_a_cpu(fused_mlp, device):
+    layer = nn.Linear(72, 96, bias=False)
+    part = layer_4bit(layer, torch.float32)
+    parts = importlib.import_module(f"{fused_mlp.__name__}.models.parts.quantized")
+    with fused_mlp.backend("auto"):
+        assert "of 72 features in blocks of 64, which no kernel reads" in parts.layer_of(part)

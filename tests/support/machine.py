@@ -1,6 +1,7 @@
 """Which build is tested, and on which device of this machine."""
 
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -34,3 +35,16 @@ def implementations() -> list[str]:
 def takes(implementation: str, dtype: torch.dtype) -> bool:
     """True if the implementation has kernels for the dtype; where it has none, a call is PyTorch's."""
     return implementation != "cpu" or dtype in (torch.float32, torch.bfloat16)
+
+
+def cpu_flags() -> set[str]:
+    """What this CPU can do, as Linux names it."""
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^flags\s*:(.*)$", info.read_text(), re.MULTILINE) if info.exists() else None
+    return set(found[1].split()) if found else set()
+
+
+def has_tiles() -> bool:
+    """True if the kernels of this run multiply bfloat16 on AMX's tiles."""
+    of_cpu = device_type() == "cpu" and {"amx_tile", "amx_bf16"} <= cpu_flags()
+    return of_cpu and os.environ.get("FUSED_MLP_CPU_ISA", "amx") == "amx"

@@ -70,6 +70,9 @@ LEAST_PRODUCT: Dict[torch.dtype, int] = {
 }
 LEAST_RECORDED_PRODUCT = 3 << 24 if native.DEVICE_TYPE == "cuda" else 0
 
+# Formats of quantised weights that a CPU takes by itself, where it has tiles.
+_ON_TILES, _ON_CPU = native.reads_codes_on_tiles(), ("nf4", "fp4", "int8")
+
 # Layers with weights of four bits and adapters: up to so many rows a product reads the weight packed, and the adapter's
 # products are added to its result. For more rows the weight is decoded first, and the adapter is part of the product.
 _FEW_ROWS = 64
@@ -131,27 +134,47 @@ def is_native(op: str, x: Tensor) -> bool:
 
 
 def may_take_quantized() -> bool:
-    """True if :func:`quantized_refusal` may refuse nothing: on GPUs of this build, or where it is forced."""
+    """True if :func:`quantized_refusal` may refuse nothing: where this build has kernels that were measured to pay, or
+    is forced."""
+    return native.DEVICE_TYPE == "cuda" or _ON_TILES or is_forced()
+
+
+def may_train_quantized() -> bool:
+    """True if layers with quantised weights are not left to themselves where autograd follows, or they have adapters.
+
+    On a CPU they are: that decodes them, and was not measured.
+    """
     return native.DEVICE_TYPE == "cuda" or is_forced()
 
 
-def quantized_refusal(device: torch.device, dtype: torch.dtype) -> Optional[str]:
+def quantized_refusal(device: torch.device, dtype: torch.dtype, format: str) -> Optional[str]:
     """The reason, behind a noun, why a layer with a quantised weight is left to its own product.
 
-    On a CPU bitsandbytes packs weights anew for AVX-512: a row times 5632 x 2048 takes it 0.7 ms, and 5 ms where the
-    weight is decoded first. ``dtype`` is that of the product.
+    ``dtype`` is that of the product. Kernels for CPUs were measured beside those of bitsandbytes and torchao, on one
+    with tiles; the products of FP8 there are none to measure beside.
     """
-    return _quantized_refusal(device, dtype, is_forced())
+    return _quantized_refusal(device, dtype, format, is_forced())
 
 
 @functools.lru_cache(maxsize=64)
-def _quantized_refusal(device: torch.device, dtype: torch.dtype, is_forced: bool) -> Optional[str]:
-    if device.type != "cuda" and not is_forced:
+def _quantized_refusal(device: torch.device, dtype: torch.dtype, format: str, is_forced: bool) -> Optional[str]:
+    is_taken = device.type == "cuda" or (device.type == "cpu" and _ON_TILES and format in _ON_CPU)
+    if not is_taken and not is_forced:
         return f"on a {'CPU' if device.type == 'cpu' else device.type}, where its own product runs"
     if device.type == "cuda" and dtype == torch.float32:
         return "that multiplies in float32"
     reason = native.refusal("quantized_mlp", torch.empty((), dtype=dtype, device=device))
     return None if reason is None else f"with {reason}"
+
+
+def layout_refusal(weight: Any) -> Optional[str]:
+    """The same for a weight of four bits, which no kernel of this build reads; on GPUs those are decoded first."""
+    width, block = weight.shape[1], weight.block
+    if weight.device.type != "cpu" or is_forced():
+        return None
+    if width % 32 != 0 or (width % block != 0 and block % width != 0):
+        return f"of {width} features in blocks of {block}, which no kernel reads"
+    return None
 
 
 def blocked_refusal(out: int, width: int, block: Sequence[int]) -> Optional[str]:
@@ -185,7 +208,7 @@ def _most_rows_by_size(weight: Any) -> int:
 def most_rows_of(format: str, x: Tensor, is_rounded: bool = True) -> int:
     """The same for weights of one format; ``is_rounded``: x may be rounded to that."""
     if not x.is_cuda:
-        return _MOST_ROWS
+        return _MOST_ROWS if is_forced() else _MOST_ROWS_ON_CPU.get(x.dtype, _MOST_ROWS_OF_LARGE)
     if not native.is_hopper(x):
         return _MOST_ROWS_ELSEWHERE
     if format == "int8":
@@ -206,6 +229,9 @@ def is_forced() -> bool:
 
 # On an H200, as measured beside torch's products in FP8; GPUs that do not round x are bound by the weights' bytes.
 _MOST_ROWS, _MOST_ROWS_ELSEWHERE, _MOST_ROUNDED_ROWS = 32, 16, 128
+# On a Xeon, int8 beside bitsandbytes, whose products of rounded x take less time for more rows of float32. Those of
+# bfloat16 were measured up to _MOST_ROWS_OF_LARGE.
+_MOST_ROWS_ON_CPU = {torch.float32: 4}
 _LARGE, _MOST_ROWS_OF_LARGE = 1 << 27, 64  # 8192 x 28672 at 256 and 512 rows: 1.15 of the layers' own time
 ANY_ROWS = sys.maxsize
 

@@ -290,7 +290,15 @@ class Backward {
       return Backend::input_gradient(*dgate, *weight, *dup, *up_weight);
     }();
     if (both) both.launch(*dx_rows_);
-    if (dx_rows_ && !both) add_to_input(*dgate, *weight, &Backend::mm);
+    if (dx_rows_ && !both) {
+      add_to_input(*dgate, *weight, &Backend::mm);
+      if (up) add_to_input(*dup, *up_weight, &Backend::add_mm);
+    }
+    if (up && needs(kUpBias)) add_found(kUpBias, of_bias(*dup));
+    if (!needs(kUpWeight)) {
+      dup.reset();
+      if (up && in_place) release(*up);
+    }
     const bool batched = needs(kWeight) && needs(kUpWeight) && batches(dgate->size(1), x_->size(1));
     if (batched) {
       const std::array<int64_t, 2> of_weight{dgate->size(1), x_->size(1)};
@@ -303,11 +311,7 @@ class Backward {
     if (needs(kBias)) add_found(kBias, of_bias(*dgate));
     dgate.reset();
     if (in_place && needs(kUpWeight) && !batched) release(gate);
-    if (up) {
-      if (dx_rows_ && !both) add_to_input(*dup, *up_weight, &Backend::add_mm);
-      if (needs(kUpWeight) && !batched) add_found(kUpWeight, of_weight(*dup, kUpWeight));
-      if (needs(kUpBias)) add_found(kUpBias, of_bias(*dup));
-    }
+    if (up && needs(kUpWeight) && !batched) add_found(kUpWeight, of_weight(*dup, kUpWeight));
   }
 
   // The gradients of up's weight and bias, for which its values are not needed.

@@ -71,6 +71,15 @@ def reads(weight: Tensor) -> bool:
     return DEVICE_TYPE == "cpu" or weight.stride(1) == 1 or weight.shape[1] == 1
 
 
+def reads_codes_on_tiles() -> bool:
+    """True if this CPU has tiles, on which quantised weights are multiplied as they lie."""
+    if DEVICE_TYPE != "cpu":
+        return False
+    x, weight = torch.empty(64, 32, dtype=torch.bfloat16), torch.empty(32, 32, dtype=torch.int8)
+    operands_given = [weight, torch.ones(32), None, None, None], [32, 32, 1, 32, 1], [None], 0, False
+    return all(part.kernel == "amx" for part in plan_quantized(("linear",), x, *operands_given))
+
+
 def is_hopper(x: Tensor) -> bool:
     """True if ``x`` is on a Hopper GPU, where kernels of experts were measured, and train."""
     return _capability_of(x) == (9, 0)

@@ -45,8 +45,9 @@ class Part:
     "quantized", where a kernel reads that as it lies, or "decoded", where a tensor is made of it first. Of this and
     torch's ``refusal`` is the reason, a key of :data:`REFUSALS`, and ``pointwise`` says where activation and gate are
     applied: None (there are none), "epilogue" (torch's own), "cuda", or the instruction set of the CPU's pointwise
-    kernels. The other fields name a fused GPU kernel as cuda/gemm/problem.h does, and on a CPU "matmul" for products by
-    themselves; ``basis`` is "model" where it was chosen by a model of the GPU's times, not by measured ones.
+    kernels. The other fields name a fused GPU kernel as cuda/gemm/problem.h does; on a CPU ``kernel`` is "matmul" for
+    products by themselves, and for quantised weights the instruction set. ``basis`` is "model" where it was chosen by a
+    model of the GPU's times, not by measured ones.
     """
 
     layer: str
@@ -70,6 +71,10 @@ class Part:
         if self.implementation == "quantized" and self.kernel == "scaled":
             split = f", k split in {self.split_k}" if self.split_k > 1 else ""
             return f"read packed: x rounded to FP8, products of FP8 in tiles of {self.block_m} rows{split}"
+        if self.implementation == "quantized" and self.kernel == "amx":
+            return "read packed: the weights are decoded on their way to AMX tiles"
+        if self.implementation == "quantized" and self.kernel in _VECTORS:
+            return f"read packed: few rows, the weights are decoded in registers, in {self.kernel}"
         if self.implementation == "quantized":
             how = "stream" if self.kernel == "streamed" else "are decoded on their way"
             split = f", k split in {self.split_k}" if self.split_k > 1 else ""

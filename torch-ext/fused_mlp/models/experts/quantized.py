@@ -111,7 +111,7 @@ def _stack(state: Any, name: str) -> Union[str, QuantizedStack]:
 def device_refusal(stacks: Tuple[QuantizedStack, QuantizedStack], form: Any) -> Optional[str]:
     """The reason why calls of few rows are left to transformers' own products on a device; None if they are not."""
     device = stacks[0].device
-    reason = dispatch.quantized_refusal(device, torch.bfloat16)
+    reason = dispatch.quantized_refusal(device, torch.bfloat16, "fp8")
     if reason is not None or dispatch.is_forced():
         return None if reason is None else f"weights in FP8 {reason}"
     x = torch.empty((1, stacks[0].shape[2]), dtype=torch.bfloat16, device=device)

@@ -57,7 +57,7 @@ CLASSES: Dict[type, Tuple[Tuple[Any, str, Any], ...]] = {}
 def is_adapted(part: nn.Module) -> bool:
     """True if a module is a layer of PEFT's LoRA, whatever its state is, around a weight that may be read."""
     kind = type(part)
-    return known(kind) is not None and (kind.__qualname__ != "Linear4bit" or dispatch.may_take_quantized())
+    return known(kind) is not None and (kind.__qualname__ != "Linear4bit" or dispatch.may_train_quantized())
 
 
 def layer_of(part: nn.Module) -> Union[str, Layer]:
@@ -164,6 +164,8 @@ def _read(part: nn.Module) -> Union[str, Layer]:
     adapter = _adapter(state, held[name], name, kind)
     if type(adapter) is str:
         return adapter
+    if base.dtype is not None and not dispatch.may_train_quantized():
+        return f"a {kind} around a quantised weight on a CPU, where its own product runs"
     dtype, given = base.dtype or base.weight.dtype, (adapter.a, adapter.b, adapter.bias)
     dtypes = {each.dtype for each in given if each is not None}
     if dtypes != {dtype} and dtypes != {torch.float32}:

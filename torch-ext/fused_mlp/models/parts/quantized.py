@@ -157,9 +157,11 @@ def is_plainly_left(part: nn.Module, x: Any) -> bool:
     of_tensor = type(part) is nn.Linear
     kind = type(part.__dict__["_parameters"]["weight"] if of_tensor else part)
     format = _TENSORS[_name(kind)] if of_tensor else CLASSES[_name(kind)].format
-    if format is None or not isinstance(x, Tensor):
+    if not isinstance(x, Tensor):
         return False
     is_recorded = x.requires_grad and torch.is_grad_enabled()
+    if format is None:
+        return is_recorded and not dispatch.may_train_quantized()
     return is_recorded or x.shape[:-1].numel() > dispatch.most_rows_of(format, x)
 
 
@@ -205,13 +207,15 @@ def _read(part: nn.Module) -> Union[str, Layer]:
         return "in a form that is not known"
     if bias is not None and (type(bias) is not nn.Parameter or bias.dtype is not dtype):
         return f"with a bias that is no parameter of {dtype}"
-    refusal = dispatch.quantized_refusal(packed.absmax.device, dtype)
+    refusal = dispatch.quantized_refusal(packed.absmax.device, dtype, packed.quant_type)
     if refusal is not None:
         return refusal
     offset = _number(packed.offset) if packed.nested else 0.0
     if offset is None:
         return "first called while a CUDA graph is recorded"
-    return Layer(quantized.of_state(weight, packed, offset), bias, None, dtype)
+    found = quantized.of_state(weight, packed, offset)
+    refusal = dispatch.layout_refusal(found)
+    return Layer(found, bias, None, dtype) if refusal is None else refusal
 
 
 def _read_fp8(part: nn.Module) -> Union[str, Layer]:
@@ -232,7 +236,8 @@ def _read_fp8(part: nn.Module) -> Union[str, Layer]:
     grid = -(-out // block[0]) * -(-width // block[1]) if len(block) == 2 and min(block) > 0 else 0
     if scales.numel() != grid or not weight.is_contiguous() or weight.device != scales.device:
         return "in a form that is not known"
-    refusal = dispatch.quantized_refusal(weight.device, torch.bfloat16) or dispatch.blocked_refusal(out, width, block)
+    refusal = dispatch.quantized_refusal(weight.device, torch.bfloat16, "fp8")
+    refusal = refusal or dispatch.blocked_refusal(out, width, block)
     if refusal is not None:
         return refusal
     floats = scales.detach().float()  # those of e8m0 anew at each call: not every write to a tensor is seen
@@ -296,11 +301,12 @@ def _in_rows(data: Tensor, scales: Tensor, bias: Optional[Tensor], **options: in
         return f"with a bias of type {type(bias).__name__}"
     if not data.is_contiguous() or data.device != scales.device:
         return "in a form that is not known"
-    refusal = dispatch.quantized_refusal(data.device, torch.bfloat16)
+    format = "int8" if data.dtype is torch.int8 else "fp8"
+    refusal = dispatch.quantized_refusal(data.device, torch.bfloat16, format)
     refusal = refusal or dispatch.blocked_refusal(out, width, (1, max(1, width)))
     if refusal is not None:
         return refusal
-    of = quantized.QuantizedWeight.from_int8 if data.dtype is torch.int8 else quantized.QuantizedWeight.from_fp8
+    of = quantized.QuantizedWeight.from_int8 if format == "int8" else quantized.QuantizedWeight.from_fp8
     return Layer(of(data, scales.view(-1), **options), bias)
 
 

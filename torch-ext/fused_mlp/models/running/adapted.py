@@ -25,7 +25,8 @@ _IDENTITY = get_activation(None)
 _made: Set[FunctionType] = set()
 
 
-# On a CPU one op for a layer pays from so many elements of x on, and to ask takes nothing of a large layer's time.
+# On a CPU one op for a layer with an adapter pays from so many elements of x on, and to ask takes nothing of a large
+# layer's time.
 _LEAST_ELEMENTS, _LEAST_WEIGHTS = 1 << 19, 1 << 18
 
 
@@ -73,12 +74,14 @@ def refusal(module: nn.Module) -> Optional[str]:
 
 
 def _product(module: nn.Module, x: Tensor) -> Optional[Tensor]:
-    if not isinstance(x, Tensor) or (x.is_cpu and x.numel() < _LEAST_ELEMENTS):
+    if not isinstance(x, Tensor):
         return None
     if type(module) is nn.Linear and not adapters.is_known(module):
         return _of_odd_widths(module, x)
     if not adapters.is_adapted(module):
         return _of_quantised(adapters.layer_of(module), x)
+    if x.is_cpu and x.numel() < _LEAST_ELEMENTS:
+        return None
     if not shortcut.is_grad_enabled() and module.training and shortcut.is_as_recorded(module, x):
         return training.as_recorded(lambda given: _product(module, given), x)
     found = None if shortcut.plain is None else shortcut.plain.adapted(forwards.LINEAR, module, x, _IDENTITY.function)

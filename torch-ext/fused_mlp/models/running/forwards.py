@@ -67,6 +67,8 @@ def of_layers(pattern: Pattern, x: Tensor, layers: Sequence[Layer], activation: 
     """The same of layers some of which have adapters, or quantised weights."""
     if not pattern.packed and _are_plainly_packed(x, layers):
         return _by_codes(pattern, x, layers, activation)
+    if not dispatch.may_train_quantized() and not _are_read_in_place(x, layers):
+        return None
     if any(quantized.are_blocked(layer.weight) for layer in layers) and not _takes_blocked(x, layers):
         return None
     dtypes = {layer.dtype for layer in layers if layer.dtype is not None}
@@ -89,6 +91,15 @@ def _are_plainly_packed(x: Tensor, layers: Sequence[Layer]) -> bool:
     if calls.is_plainly_recorded("linear", (x, *[layer.bias for layer in layers])) is not False:
         return False
     return all(layer.dtype is x.dtype for layer in layers) or _takes_blocked(x, layers)
+
+
+def _are_read_in_place(x: Tensor, layers: Sequence[Layer]) -> bool:
+    """True if no weight is quantised, or all are, without adapters and autograd."""
+    count = sum(type(layer.weight) is QuantizedWeight for layer in layers)
+    if count == 0:
+        return True
+    is_bare = count == len(layers) and all(layer.adapter is None for layer in layers)
+    return is_bare and not calls.autograd_follows(x, *(layer.bias for layer in layers))
 
 
 def _by_codes(pattern: Pattern, x: Tensor, layers: Sequence[Layer], activation: Activation) -> Optional[Tensor]:

@@ -1,6 +1,4 @@
-// The CPU backend's ops of layers with quantised weights: they are decoded, and the layers are those of other weights.
-#include "../../torch-ext/ops/quantized.h"
-
+// Quantised weights decoded to tensors.
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Float8_e4m3fn.h>
 #include <torch/headeronly/util/Half.h>
@@ -9,7 +7,7 @@
 #include <array>
 #include <bit>
 
-#include "../../torch-ext/ops/plan.h"
+#include "../../torch-ext/ops/quantized.h"
 #include "../layers.h"
 
 namespace fused_mlp {
@@ -118,30 +116,6 @@ Tensor decoded(const QuantizedWeight& weight, ScalarType dtype) {
       STD_TORCH_CHECK(false, "dtype must be float32, float16 or bfloat16, not ", torch::headeronly::toString(dtype));
   }
   return out;
-}
-
-Tensor run_quantized(const Tensor& x, const QuantizedLayers& layers, int64_t activation) {
-  dtype_of(x, "x");
-  const auto of_dtype = [&](const QuantizedLayer& layer) { return decoded(layer.weight, x.scalar_type()); };
-  const Tensor first = of_dtype(layers.first());
-  const OptionalTensor up = layers.gated ? OptionalTensor(of_dtype(*layers.up())) : std::nullopt;
-  const HiddenLayer hidden{first, layers.first().bias, up ? &*up : nullptr, up ? &layers.up()->bias : nullptr,
-                           activation};
-  if (layers.second() == nullptr) return run_layers(x, hidden, nullptr);
-  const Tensor second = of_dtype(*layers.second());
-  const OutputLayer output{second, layers.second()->bias};
-  return run_layers(x, hidden, &output);
-}
-
-std::string plan_quantized(const Tensor& x, const std::vector<OptionalTensor>& weights,
-                           const std::vector<int64_t>& layouts, const std::vector<OptionalTensor>& biases,
-                           int64_t activation, bool gated) {
-  const std::vector<double> offsets(biases.size());
-  const QuantizedLayers layers(x, weights, layouts, offsets, biases, activation, gated);
-  PlanRecord plan;
-  const int64_t count = layers.second() == nullptr ? 1 : 2;
-  for (int64_t i = 0; i < count; ++i) plan.layer().set("implementation", "decoded");
-  return plan.text();
 }
 
 }  // namespace fused_mlp
