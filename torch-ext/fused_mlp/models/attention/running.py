@@ -43,7 +43,8 @@ def _rotated(callee: Any, q: Any, k: Any, cos: Any, sin: Any) -> Optional[Sequen
     for tensor in (q, k, cos, sin):
         if type(tensor) not in PLAIN_TENSORS or tensor.dtype != q.dtype or tensor.device != q.device:
             return None
-    if q.dim() != 4 or cos.requires_grad or sin.requires_grad or not dispatch.is_native("rotary", q):
+    is_laid_out = q.dim() == k.dim() == 4 and q.stride(3) == 1 and k.stride(3) == 1
+    if not is_laid_out or cos.requires_grad or sin.requires_grad or not dispatch.is_native("rotary", q):
         return None
     try:
         return attention.rotated(q, k, cos, sin)
