@@ -261,8 +261,8 @@ def test_what_changes_is_seen(fused_mlp, device, counted, monkeypatch, change):
 def test_the_state_of_an_attention_is_explained(fused_mlp, device):
     _, fused, report, _ = pair(fused_mlp, device, "llama")
     attention = fused.model.layers[0].self_attn
-    assert "2 x 3 linear layers of one input, rotary embedding" in str(report)
-    assert "GEMMs and rotary embedding" in str(fused_mlp.explain(attention))
+    assert "2 x projections of one input, rotary embedding" in str(report)
+    assert "projections of one input, rotary embedding" in str(fused_mlp.explain(attention))
     attention.k_proj.register_forward_hook(lambda *_: None)
     assert "k_proj" in str(fused_mlp.explain(attention))
 

@@ -195,7 +195,12 @@ def of_attention(method: FunctionType, module: nn.Module) -> Outcome:
 
 def is_attention(pattern: str) -> bool:
     """True for the pattern of what is fused in an attention."""
-    return attention.LAYERS in pattern or attention.ROTARY in pattern
+    return pattern.startswith((attention.PROJECTIONS, attention.ROTARY))
+
+
+def is_beside(pattern: str) -> bool:
+    """True for the pattern of what stands beside MLPs and their like: of norms and attentions."""
+    return pattern in NORMS or is_attention(pattern)
 
 
 _EXPERTS, _UNTRAINED_EXPERTS, _ROUTER = "experts", "experts in inference", "router"
@@ -217,7 +222,7 @@ def words_of(extent: str, pattern: str) -> str:
     if pattern in NORMS:
         return "norm"
     if is_attention(pattern):
-        return "GEMMs and rotary embedding" if attention.ROTARY in pattern else "GEMMs"
+        return pattern
     return "GEMM, sum and norm" if pattern == _SUM else _EXTENT_WORDS[extent]
 
 

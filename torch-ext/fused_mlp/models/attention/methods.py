@@ -23,7 +23,7 @@ from ..running import shortcut
 from . import rotary, running
 
 _NAMES = {"@projected": running.projected, "@rotated": running.rotated}
-LAYERS, ROTARY = "linear layers of one input", "rotary embedding"  # in patterns
+PROJECTIONS, ROTARY = "projections of one input", "rotary embedding"  # in patterns
 _MOST = 3  # layers of one call
 _VIEWS = {"transpose", "permute", "flatten", "unflatten", "contiguous"}  # methods of tensors, beside the harmless ones
 
@@ -63,8 +63,7 @@ def is_fused(function: Any) -> bool:
 def pattern_of(function: FunctionType) -> str:
     """The pattern of a fused method in reports."""
     layers, rotaries = _parts[function]
-    words = [f"{len(names)} {LAYERS}" for names in layers]
-    return ", ".join((*words, *([ROTARY] if rotaries else [])))
+    return ", ".join((*([PROJECTIONS] if layers else []), *([ROTARY] if rotaries else [])))
 
 
 def refusals_of(function: FunctionType, module: nn.Module) -> Dict[str, Optional[str]]:
