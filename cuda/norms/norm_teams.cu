@@ -126,8 +126,8 @@ bool have_teams(const NormRows& p) {
   // A centred norm adds up twice: more than a warp for a row wait for each other.
   const bool fits = p.norm.centred() ? fit_warps(p) : p.cols <= kTeamThreads * width_of(p.dtype);
   const bool taken = (p.norm.residual == Residual::kNone && fits) || (are_sums(p) && fit_warps(p));
-  return p.rows >= kLeastRows && taken && p.norm.normed() && weight.stride == 0 &&
-         bias.stride == 0 && (p.norm.centred() || bias.data == nullptr) &&
+  return p.rows >= kLeastRows && taken && p.norm.normed() && weight.stride == 0 && bias.stride == 0 &&
+         (p.norm.centred() || bias.data == nullptr) &&
          are_vectors(p.dtype, p.rows, p.cols, p.x, p.residual, Matrix{p.sum, p.cols}, p.out, matrix(weight),
                      matrix(bias));
 }

@@ -24,7 +24,7 @@ template <typename In, typename Sums>
 cudaError_t run(Matrix x, int64_t rows, int64_t cols, const Sums& out, int64_t parts, cudaStream_t stream) {
   constexpr int kWidth = kVectorBytes / sizeof(In);
   return are_vectors<In>(x, rows, cols) ? launch<In, kWidth>(x, rows, cols, out, parts, stream)
-                 : launch<In, 1>(x, rows, cols, out, parts, stream);
+                                        : launch<In, 1>(x, rows, cols, out, parts, stream);
 }
 
 template <typename In>
@@ -68,7 +68,8 @@ cudaError_t launch_column_sums(Matrix x, int64_t rows, int64_t cols, DType dtype
 }
 
 cudaError_t launch_joint_sums(const SumSources& sources, int64_t rows, DType dtype, cudaStream_t stream) {
-  return visit_dtype(dtype, [&](auto* in) { return run_joint<std::remove_pointer_t<decltype(in)>>(sources, rows, stream); });
+  return visit_dtype(dtype,
+                     [&](auto* in) { return run_joint<std::remove_pointer_t<decltype(in)>>(sources, rows, stream); });
 }
 
 cudaError_t launch_grouped_sums(float* x, int64_t rows, int64_t cols, int64_t groups, const SumTargets& targets,

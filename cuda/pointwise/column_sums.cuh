@@ -52,9 +52,9 @@ struct GroupedSums {
   }
 };
 
-// A block sums the rows of its columns from `begin` to `end`, and calls put(column, sum) for each. A thread adds up a few
-// rows and then adds that to its sums, always in the same order: results are the same in every call, and rounding errors
-// stay small with many rows.
+// A block sums the rows of its columns from `begin` to `end`, and calls put(column, sum) for each. A thread adds up a
+// few rows and then adds that to its sums, always in the same order: results are the same in every call, and rounding
+// errors stay small with many rows.
 template <typename In, int Width, typename Put>
 __device__ __forceinline__ void sum_columns(const Matrix& x, int64_t begin, int64_t end, int64_t first, int64_t cols,
                                             const Put& put) {
@@ -118,9 +118,8 @@ __global__ void __launch_bounds__(kColumnSumThreads, 2)
     const auto& source = sources.of[i];
     const int64_t blocks = (source.cols + kSumColumns - 1) / kSumColumns;
     if (block >= 0 && block < blocks) {
-      sum_columns<In, Width>(source.x, 0, rows, block * kSumColumns, source.cols, [&](int64_t col, float sum) {
-        static_cast<In*>(source.out)[col] = from_float<In>(sum);
-      });
+      sum_columns<In, Width>(source.x, 0, rows, block * kSumColumns, source.cols,
+                             [&](int64_t col, float sum) { static_cast<In*>(source.out)[col] = from_float<In>(sum); });
     }
     block -= blocks;
   }

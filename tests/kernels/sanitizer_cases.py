@@ -394,7 +394,10 @@ def norms(ops) -> int:
 
 def attentions(ops) -> int:
     """Projections of one input and rotary embeddings, forward and backward: vectors and elements; how many calls."""
-    heads, layers = ((3, 4, 2, 9, 64), (1, 3, 1, 70, 6), (2, 40, 8, 5, 128)), ((70, 40, (72, 24, 8)), (5, 33, (9, 17, 3)))
+    heads, layers = (
+        ((3, 4, 2, 9, 64), (1, 3, 1, 70, 6), (2, 40, 8, 5, 128)),
+        ((70, 40, (72, 24, 8)), (5, 33, (9, 17, 3))),
+    )
     for dtype in DTYPES:
         for batch, queries, keys, tokens, features in heads:
             print(f"rotary: {batch}, {queries}, {keys}, {tokens}, {features}, {dtype}", flush=True)

@@ -70,7 +70,9 @@ def test_rotary_is_no_less_exact_than_torch(nodes, device, shape, lies):
             if lies == "column":
                 return torch.randn(batch, features, tokens, count, device=device).to(dtype).permute(0, 3, 2, 1)
             if lies == "gaps":
-                return torch.randn(batch, tokens, count, features + 3, device=device).to(dtype)[..., 1:-2].transpose(1, 2)
+                return (
+                    torch.randn(batch, tokens, count, features + 3, device=device).to(dtype)[..., 1:-2].transpose(1, 2)
+                )
             found = torch.randn(batch, tokens, count, features, device=device).to(dtype).transpose(1, 2)
             return found if lies == "tokens first" else found.contiguous()
 
@@ -86,9 +88,8 @@ def test_rotary_is_no_less_exact_than_torch(nodes, device, shape, lies):
 
 
 def test_one_gradient_of_a_rotary_embedding(nodes, device):
-    q, k, cos, sin = (torch.randn(2, 3, 5, 8, device=device), torch.randn(2, 1, 5, 8, device=device)) + tuple(
-        torch.randn(2, 5, 8, device=device) for _ in range(2)
-    )
+    q, k = (torch.randn(2, heads, 5, 8, device=device) for heads in (3, 1))
+    cos, sin = torch.randn(2, 2, 5, 8, device=device)
     for place in range(2):
         found = []
         for function in (nodes.rotated, turned):
@@ -99,7 +100,13 @@ def test_one_gradient_of_a_rotary_embedding(nodes, device):
         torch.testing.assert_close(found[0][place], found[1][place])
 
 
-LAYERS = [((2, 40), 64, (64, 64, 64)), ((300,), 96, (96, 32, 32)), ((3, 5), 7, (9, 3)), ((0,), 8, (8, 8)), ((1,), 33, (5, 64, 8))]
+LAYERS = [
+    ((2, 40), 64, (64, 64, 64)),
+    ((300,), 96, (96, 32, 32)),
+    ((3, 5), 7, (9, 3)),
+    ((0,), 8, (8, 8)),
+    ((1,), 33, (5, 64, 8)),
+]
 
 
 @pytest.mark.parametrize("biases", [True, False, "one"])
@@ -138,7 +145,11 @@ def test_projections_are_no_less_exact_than_torch(nodes, device, sizes, biases):
 def test_gradients_of_some_projections(nodes, device, trained, used):
     """Those that are not asked for, or whose layer is not used, are not there, as torch has it; others are right."""
     wanted = {"x": (0,), "weights": (1, 2, 3), "biases": (4, 5, 6), "a weight": (2,), "x and a bias": (0, 6)}[trained]
-    given = [torch.randn(3, 4, 8, device=device), *torch.randn(3, 6, 8, device=device), *torch.randn(3, 6, device=device)]
+    given = [
+        torch.randn(3, 4, 8, device=device),
+        *torch.randn(3, 6, 8, device=device),
+        *torch.randn(3, 6, device=device),
+    ]
     found = []
     for is_node in (True, False):
         leaves = [each.clone().requires_grad_(place in wanted) for place, each in enumerate(given)]

@@ -485,7 +485,7 @@ PyObject* py_projected(PyObject* given) {
     const Py_ssize_t weight = 1 + i, bias = 1 + kMost + i;
     const Answer read = i < std::ssize(layers) ? read_linear(layers[i], recording == kYes, operands, weight, bias)
                         : put(operands, weight, Py_None) == kYes ? put(operands, bias, Py_None)
-                                                                  : kError;
+                                                                 : kError;
     if (read != kYes) return nullptr;
   }
   if (are_of(operands, dtype) != kYes) return nullptr;

@@ -82,7 +82,9 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.K
                 around.update(blocks_around(module))
                 inner.update(map(id, (*layers_in(module), *wrappers.within(module))))
                 if found is not None and id(module) not in first_modules:
-                    report._of(found.pattern).append(of_module(path, module, in_block(found, around.get(id(module), ""))))
+                    report._of(found.pattern).append(
+                        of_module(path, module, in_block(found, around.get(id(module), "")))
+                    )
             for _, module in modules:
                 if _is_idle(module):
                     switching.switch_back(module)
@@ -216,9 +218,12 @@ def _plan_of(
         reasons = tuple(map(outcome.of_activation, unknown))
         return {}, Outcome(outcome.NONE, reasons) if detection.has_two_projections(module) else None
     if not methods and not is_tail:
-        methods = endings.fused_methods(module, memory) or attention.fused_methods(module, memory)
+        methods = endings.fused_methods(module, memory)
     if not methods:
-        return {}, outcome.of_experts(module) if mixtures.are_left(module) else outcome.of_nothing(module)
+        left = outcome.of_experts(module) if mixtures.are_left(module) else outcome.of_nothing(module)
+        methods = {} if left is not None else attention.fused_methods(module, memory)
+        if not methods:
+            return {}, left
     nothing = outcome.of_nothing_to_fuse(module, methods.values())
     if nothing is not None:
         return {}, nothing

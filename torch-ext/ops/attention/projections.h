@@ -61,7 +61,7 @@ std::vector<Tensor> projection_gradients(const OfProjections& grads, const Optio
   std::vector<Tensor> found;
   if (asked(0)) {
     OptionalTensor dx, dx_rows;
-    for (size_t i = 0; i < kProjections; ++i) {
+    for (size_t i = kProjections; i-- > 0;) {  // in autograd's order: each rounding is one of its own, too
       if (!rows[i]) continue;
       STD_TORCH_CHECK(*weights[i], "weights must be there for the gradient of x");
       const Tensor& weight = **weights[i];

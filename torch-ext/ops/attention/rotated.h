@@ -45,7 +45,9 @@ std::tuple<Tensor, Tensor> rotated(const Tensor& q, const Tensor& k, const Tenso
   const Tensor q_in = in_rows(q), k_in = in_rows(k), cos_in = in_rows(cos), sin_in = in_rows(sin);
   const Tensor q_out = like(q_in), k_out = like(k_in);
   const auto heads_of = [](const Tensor& in, const Tensor& out) {
-    return Heads{in.const_data_ptr(), out.mutable_data_ptr(), in.size(1),
+    return Heads{in.const_data_ptr(),
+                 out.mutable_data_ptr(),
+                 in.size(1),
                  {in.stride(0), in.stride(1), in.stride(2)},
                  {out.stride(0), out.stride(1), out.stride(2)}};
   };

@@ -46,7 +46,7 @@ def fused_methods(module: nn.Module, memory: str) -> Dict[str, FunctionType]:
     forward = getattr(class_of(module), "forward", None)
     if shortcut.plain is None or not isinstance(forward, FunctionType):
         return {}
-    values = {text: values_of(node, forward, module) for text, node in rewriter._callees(forward).items()}
+    values = {text: values_of(node, forward, module) for text, node in rewriter.callees(forward).items()}
     layers = [text for text, found in values.items() if all(map(_is_layer, found.values()))]
     rotaries = [text for text, found in values.items() if all(map(rotary.is_rotary, found.values()))]
     if len(layers) < 2 and not rotaries:
@@ -70,12 +70,18 @@ def refusals_of(function: FunctionType, module: nn.Module) -> Dict[str, Optional
     """The reasons why layers of a fused method are called one by one in the module's present state, by their names."""
     around = refusals.of_global_state()
     names = [name for group in _parts[function].layers for name in group]
-    found = {name: around or refusals.of_projection(attribute_of(module, name)) for name in names}
+    found = {name: around or _refusal_of(attribute_of(module, name)) for name in names}
     return {**found, **({ROTARY: around} if _parts[function].rotaries else {})}
 
 
+def _refusal_of(layer: Any) -> Optional[str]:
+    is_bare = type(layer) is nn.Linear and layer._parameters.get("weight") is None
+    return "no weight" if is_bare else refusals.of_projection(layer)
+
+
 def _is_layer(part: Any) -> bool:
-    return type(part) is nn.Linear and adapters.of_projection(part) is None
+    has_weight = type(part) is nn.Linear and type(part._parameters.get("weight")) is nn.Parameter
+    return has_weight and adapters.of_projection(part) is None
 
 
 @remembered
@@ -89,7 +95,7 @@ def _made(
     tree = copy.deepcopy(effects.readable(forward))
     if tree is None:
         return None
-    owner, role = tree.args.args[0].arg if tree.args.args else "", rewriter._role_by_text(roles)
+    owner, role = tree.args.args[0].arg if tree.args.args else "", rewriter.role_by_text(roles)
     finder = _Groups(owner, role, set(layers))
     groups = [_put(block, group) for block in list(blocks(tree)) for group in reversed(finder.of(block))]
     turned = _Turned(set(rotaries))
