@@ -48,6 +48,13 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor statistics, Tensor? residual_grad, Tensor? kept, "
       "float dropout, int norm, int needs) -> Tensor[]");
   ops.def(
+      "projections_forward(Tensor x, Tensor first_weight, Tensor second_weight, Tensor? third_weight, "
+      "Tensor? first_bias, Tensor? second_bias, Tensor? third_bias) -> Tensor[]");
+  ops.def(
+      "projections_backward(Tensor? first_grad, Tensor? second_grad, Tensor? third_grad, Tensor? x, "
+      "Tensor? first_weight, Tensor? second_weight, Tensor? third_weight, int needs) -> Tensor[]");
+  ops.def("rotary(Tensor q, Tensor k, Tensor cos, Tensor sin, bool inverse) -> (Tensor, Tensor)");
+  ops.def(
       "experts_mlp(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up_weight, Tensor down_weight, "
       "Tensor? gate_up_bias, Tensor? down_bias, int activation, bool gated, bool interleaved, bool transposed, "
       "float? limit, float up_offset) -> Tensor");
@@ -138,6 +145,9 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, FUSED_MLP_DISPATCH_KEY, o
   ops.impl("norm_forward", TORCH_BOX(&fused_mlp::norm_forward));
   ops.impl("sum_norm_forward", TORCH_BOX(&fused_mlp::sum_norm_forward));
   ops.impl("norm_backward", TORCH_BOX(&fused_mlp::norm_backward));
+  ops.impl("projections_forward", TORCH_BOX(&fused_mlp::projections_forward));
+  ops.impl("projections_backward", TORCH_BOX(&fused_mlp::projections_backward));
+  ops.impl("rotary", TORCH_BOX(&fused_mlp::rotary));
   ops.impl("experts_mlp", TORCH_BOX(&fused_mlp::experts_mlp));
   ops.impl("plan_experts", TORCH_BOX(&fused_mlp::plan_experts));
   ops.impl("top_k_router", TORCH_BOX(&fused_mlp::top_k_router));

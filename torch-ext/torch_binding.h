@@ -94,6 +94,24 @@ std::vector<Tensor> norm_backward(const Tensor& grad, const Tensor& x, const Opt
                                   const Tensor& statistics, const OptionalTensor& residual_grad,
                                   const OptionalTensor& kept, double dropout, int64_t norm, int64_t needs);
 
+// Two or three linear layers of one input: x [..., in], weights [out, in], biases [out] or none. The bits are those of
+// torch's linear.
+std::vector<Tensor> projections_forward(const Tensor& x, const Tensor& first_weight, const Tensor& second_weight,
+                                        const OptionalTensor& third_weight, const OptionalTensor& first_bias,
+                                        const OptionalTensor& second_bias, const OptionalTensor& third_bias);
+
+// The gradients that the bits of `needs` ask for, of the operands of projections_forward in their order, given those of
+// its results: of x the sum over the layers whose results have one. What they do not need may be left out.
+std::vector<Tensor> projections_backward(const OptionalTensor& first_grad, const OptionalTensor& second_grad,
+                                         const OptionalTensor& third_grad, const OptionalTensor& x,
+                                         const OptionalTensor& first_weight, const OptionalTensor& second_weight,
+                                         const OptionalTensor& third_weight, int64_t needs);
+
+// Rotary embeddings of queries and keys [batch, heads, tokens, features], whose numbers of heads may differ, given
+// cosines and sines [batch or 1, tokens, features] of their dtype: x cos + (-x2, x1) sin, x1 and x2 being the halves of
+// the features of x. Where `inverse`, the gradients of x, given those of the results.
+std::tuple<Tensor, Tensor> rotary(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool inverse);
+
 // The experts of a mixture: for tokens x [T, in], the sum of the MLPs of the experts top_k_index [T, K], each times its
 // weight in top_k_weights [T, K], of any floating dtype. An index that names no expert is skipped.
 //

@@ -74,50 +74,60 @@ cudaError_t run(const NormGradients& p, unsigned parts, cudaStream_t stream) {
 
 namespace {
 
-// True if rows of a sum, whose norm's backward is to come, are a warp's each.
+// True if rows are a warp's each.
+bool fit_warps(const NormRows& p) { return p.cols <= 32 * kMostSumPacks * width_of(p.dtype); }
+
+// True if rows are those of a sum, whose norm's backward is to come.
 bool are_sums(const NormRows& p) {
-  return p.norm.residual == Residual::kNormed && p.norm.factor == 1.0f && p.sum != nullptr && p.statistics != nullptr &&
-         p.cols <= 32 * kMostSumPacks * width_of(p.dtype);
+  return p.norm.residual == Residual::kNormed && p.norm.factor == 1.0f && p.sum != nullptr && p.statistics != nullptr;
 }
 
-template <typename T, int Packs>
-cudaError_t launch_sum_norm(const NormRows& p, cudaStream_t stream) {
-  constexpr int kWidth = kVectorBytes / sizeof(T);
-  const auto kernel =
-      p.norm.centred() ? sum_norm_kernel<T, kWidth, Packs, true> : sum_norm_kernel<T, kWidth, Packs, false>;
-  kernel<<<static_cast<unsigned>(ceil_div(p.rows, kSumWarps)), dim3(32, kSumWarps), 0, stream>>>(p);
+template <typename T, int Packs, bool Centred, bool Sum>
+cudaError_t launch_warps(const NormRows& p, cudaStream_t stream) {
+  constexpr auto kKernel = warp_norm_kernel<T, kVectorBytes / sizeof(T), Packs, Centred, Sum>;
+  kKernel<<<static_cast<unsigned>(ceil_div(p.rows, kSumWarps)), dim3(32, kSumWarps), 0, stream>>>(p);
   return cudaGetLastError();
+}
+
+// A norm by itself is centred: of others more threads have a row in less time.
+template <typename T, int Packs>
+cudaError_t launch_warps(const NormRows& p, cudaStream_t stream) {
+  if (p.norm.residual == Residual::kNone) return launch_warps<T, Packs, true, false>(p, stream);
+  return p.norm.centred() ? launch_warps<T, Packs, true, true>(p, stream)
+                          : launch_warps<T, Packs, false, true>(p, stream);
 }
 
 // Launches the kernel whose lanes have as many packs as this row, or some more.
 template <typename T>
-cudaError_t launch_sum_norm(const NormRows& p, cudaStream_t stream) {
+cudaError_t launch_warps(const NormRows& p, cudaStream_t stream) {
   switch (ceil_div(p.cols, 32 * width_of(p.dtype))) {
     case 1:
-      return launch_sum_norm<T, 1>(p, stream);
+      return launch_warps<T, 1>(p, stream);
     case 2:
-      return launch_sum_norm<T, 2>(p, stream);
+      return launch_warps<T, 2>(p, stream);
     case 3:
-      return launch_sum_norm<T, 3>(p, stream);
+      return launch_warps<T, 3>(p, stream);
     case 4:
-      return launch_sum_norm<T, 4>(p, stream);
+      return launch_warps<T, 4>(p, stream);
     default:
-      return launch_sum_norm<T, kMostSumPacks>(p, stream);
+      return launch_warps<T, kMostSumPacks>(p, stream);
   }
 }
+
+// True if a norm by itself is of whole rows in teams, not in warps.
+bool takes_teams(const NormRows& p) { return !p.norm.centred() || p.cols <= 32 * width_of(p.dtype); }
 
 }  // namespace
 
 bool have_teams(const NormRows& p) {
   constexpr int64_t kLeastRows = 1024;  // few rows start early behind a GEMM in the other kernel; not tuned
   const Features &weight = p.norm.weight, &bias = p.norm.bias;
-  // A centred norm adds up twice: more than a warp for a row wait for each other (1.02 to 1.18 of the other kernel on
-  // an H200).
-  const int64_t most = p.norm.centred() ? 32 : kTeamThreads;
   const auto matrix = [](const Features& f) { return Matrix{const_cast<void*>(f.data), 0}; };
-  const bool are_alone = p.norm.residual == Residual::kNone && p.cols <= most * width_of(p.dtype);
-  return p.rows >= kLeastRows && (are_alone || are_sums(p)) && p.norm.normed() && weight.stride == 0 &&
-         bias.stride == 0 && (p.norm.centred() || bias.data == nullptr) &&
+  // A centred norm adds up twice: more than a warp for a row wait for each other.
+  const bool fits = p.norm.centred() ? fit_warps(p) : p.cols <= kTeamThreads * width_of(p.dtype);
+  const bool taken = (p.norm.residual == Residual::kNone && fits) || (are_sums(p) && fit_warps(p));
+  return p.rows >= kLeastRows && taken && p.norm.normed() && weight.stride == 0 && bias.stride == 0 &&
+         (p.norm.centred() || bias.data == nullptr) &&
          are_vectors(p.dtype, p.rows, p.cols, p.x, p.residual, Matrix{p.sum, p.cols}, p.out, matrix(weight),
                      matrix(bias));
 }
@@ -126,7 +136,7 @@ cudaError_t launch_team_norm(const NormRows& p, int multiprocessors, cudaStream_
   return visit_dtype(p.dtype, [&](auto* element) {
     using T = std::remove_pointer_t<decltype(element)>;
     constexpr int kWidth = kVectorBytes / sizeof(T);
-    if (p.norm.residual != Residual::kNone) return launch_sum_norm<T>(p, stream);
+    if (p.norm.residual != Residual::kNone || !takes_teams(p)) return launch_warps<T>(p, stream);
     const auto kernel = p.norm.centred() ? team_norm_kernel<T, kWidth, true> : team_norm_kernel<T, kWidth, false>;
     const unsigned lanes = lanes_of(p.cols / kWidth), teams = kTeamThreads / lanes;
     const int64_t ctas = std::min<int64_t>(ceil_div(p.rows, teams), 2 * multiprocessors);

@@ -171,10 +171,10 @@ __global__ void __launch_bounds__(kTeamThreads, 2) team_norm_kernel(const __grid
 constexpr int kSumWarps = 8;
 constexpr int kMostSumPacks = 6;  // of a lane
 
-// norm(residual + x) of many rows, all of which share weight and bias: a warp has a row, of which each lane keeps
-// `Packs` packs in registers, so that no thread waits at a barrier.
-template <typename T, int Width, int Packs, bool Centred>
-__global__ void __launch_bounds__(32 * kSumWarps) sum_norm_kernel(const __grid_constant__ NormRows p) {
+// norm(x), or where `Sum` norm(residual + x), of many rows, all of which share weight and bias: a warp has a row, of
+// which each lane keeps `Packs` packs in registers, so that no thread waits at a barrier.
+template <typename T, int Width, int Packs, bool Centred, bool Sum>
+__global__ void __launch_bounds__(32 * kSumWarps) warp_norm_kernel(const __grid_constant__ NormRows p) {
   using Pack = Packed<T, Width>;
   wait_for_previous_kernel();
   allow_next_kernel();
@@ -187,7 +187,8 @@ __global__ void __launch_bounds__(32 * kSumWarps) sum_norm_kernel(const __grid_c
 #pragma unroll
   for (int v = 0; v < Packs; ++v) {
     if (column(v) >= p.cols) continue;
-    of_x[v] = read_pack<T, Width>(x, column(v)), of_residual[v] = read_pack<T, Width>(residual, column(v));
+    of_x[v] = read_pack<T, Width>(x, column(v));
+    if constexpr (Sum) of_residual[v] = read_pack<T, Width>(residual, column(v));
   }
   float values[Packs][Width];
   const float share = 1.0f / static_cast<float>(p.cols);
@@ -196,11 +197,14 @@ __global__ void __launch_bounds__(32 * kSumWarps) sum_norm_kernel(const __grid_c
   for (int v = 0; v < Packs; ++v) {
 #pragma unroll
     for (int i = 0; i < Width; ++i) {
-      const bool there = column(v) < p.cols;
-      values[v][i] = there ? to_float(from_float<T>(of_x[v].lane(i) + of_residual[v].lane(i))) : 0.0f;
+      float value = column(v) < p.cols ? of_x[v].lane(i) : 0.0f;
+      if constexpr (Sum) {
+        value = column(v) < p.cols ? to_float(from_float<T>(value + of_residual[v].lane(i))) : 0.0f;
+      }
+      values[v][i] = value;
       sums[0] = Centred ? fmaf(values[v][i], share, sums[0]) : fmaf(values[v][i], values[v][i], sums[0]);
     }
-    if (column(v) < p.cols) store(static_cast<T*>(p.sum) + row * p.cols + column(v), values[v]);
+    if (Sum && column(v) < p.cols) store(static_cast<T*>(p.sum) + row * p.cols + column(v), values[v]);
   }
   add_over_warp(sums);
   float mean = 0.0f, variance = sums[0] * share;
@@ -221,7 +225,7 @@ __global__ void __launch_bounds__(32 * kSumWarps) sum_norm_kernel(const __grid_c
     mean = sums[0] + left;
   }
   const float scale = __frsqrt_rn(variance + p.norm.eps);
-  if (threadIdx.x == 0) {
+  if (p.statistics != nullptr && threadIdx.x == 0) {
     p.statistics[row] = scale;
     if (Centred) p.statistics[p.rows + row] = mean;
   }
@@ -232,7 +236,9 @@ __global__ void __launch_bounds__(32 * kSumWarps) sum_norm_kernel(const __grid_c
     const auto biases = read_features<T, Width>(p.norm.bias, column(v), 0.0f);
 #pragma unroll
     for (int i = 0; i < Width; ++i) {
-      values[v][i] = fmaf((values[v][i] - mean) * scale, weights.lane[i], biases.lane[i]);
+      float value = (values[v][i] - mean) * scale;
+      if (!Sum && p.norm.rounded) value = to_float(from_float<T>(value));
+      values[v][i] = fmaf(value, weights.lane[i], biases.lane[i]);
     }
     store(static_cast<T*>(p.out.data) + row * p.out.row_stride + column(v), values[v]);
   }

@@ -13,13 +13,34 @@ cudaError_t launch(Matrix x, int64_t rows, int64_t cols, const Sums& out, int64_
   return cudaGetLastError();
 }
 
+template <typename In>
+bool are_vectors(const Matrix& x, int64_t rows, int64_t cols) {
+  constexpr int kWidth = kVectorBytes / sizeof(In);
+  return reinterpret_cast<uintptr_t>(x.data) % kVectorBytes == 0 && cols % kWidth == 0 &&
+         (rows == 1 || x.row_stride % kWidth == 0);
+}
+
 template <typename In, typename Sums>
 cudaError_t run(Matrix x, int64_t rows, int64_t cols, const Sums& out, int64_t parts, cudaStream_t stream) {
   constexpr int kWidth = kVectorBytes / sizeof(In);
-  const bool vectors = reinterpret_cast<uintptr_t>(x.data) % kVectorBytes == 0 && cols % kWidth == 0 &&
-                       (rows == 1 || x.row_stride % kWidth == 0);
-  return vectors ? launch<In, kWidth>(x, rows, cols, out, parts, stream)
-                 : launch<In, 1>(x, rows, cols, out, parts, stream);
+  return are_vectors<In>(x, rows, cols) ? launch<In, kWidth>(x, rows, cols, out, parts, stream)
+                                        : launch<In, 1>(x, rows, cols, out, parts, stream);
+}
+
+template <typename In>
+cudaError_t run_joint(const SumSources& sources, int64_t rows, cudaStream_t stream) {
+  constexpr int kWidth = kVectorBytes / sizeof(In);
+  unsigned blocks = 0;
+  bool vectors = true;
+  for (const auto& [x, cols, out] : sources.of) {
+    if (cols == 0) continue;
+    blocks += static_cast<unsigned>(ceil_div(cols, kSumColumns));
+    vectors = vectors && are_vectors<In>(x, rows, cols);
+  }
+  if (blocks == 0) return cudaSuccess;
+  const auto kernel = vectors ? joint_sums_kernel<In, kWidth> : joint_sums_kernel<In, 1>;
+  kernel<<<blocks, kColumnSumThreads, 0, stream>>>(sources, rows);
+  return cudaGetLastError();
 }
 
 }  // namespace
@@ -44,6 +65,11 @@ cudaError_t launch_column_sums(Matrix x, int64_t rows, int64_t cols, DType dtype
       return run<float>({partial, cols}, parts, cols, sums, 1, stream);
     });
   });
+}
+
+cudaError_t launch_joint_sums(const SumSources& sources, int64_t rows, DType dtype, cudaStream_t stream) {
+  return visit_dtype(dtype,
+                     [&](auto* in) { return run_joint<std::remove_pointer_t<decltype(in)>>(sources, rows, stream); });
 }
 
 cudaError_t launch_grouped_sums(float* x, int64_t rows, int64_t cols, int64_t groups, const SumTargets& targets,

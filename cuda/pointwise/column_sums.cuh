@@ -52,16 +52,16 @@ struct GroupedSums {
   }
 };
 
-// A block sums `part_rows` rows of its columns. A thread adds up a few rows and then adds that to its sums, always in
-// the same order: results are the same in every call, and rounding errors stay small with many rows.
-template <typename In, typename Sums, int Width>
-__global__ void __launch_bounds__(kColumnSumThreads, 2)
-    column_sums_kernel(Matrix x, int64_t rows, int64_t cols, int64_t part_rows, Sums out) {
+// A block sums the rows of its columns from `begin` to `end`, and calls put(column, sum) for each. A thread adds up a
+// few rows and then adds that to its sums, always in the same order: results are the same in every call, and rounding
+// errors stay small with many rows.
+template <typename In, int Width, typename Put>
+__device__ __forceinline__ void sum_columns(const Matrix& x, int64_t begin, int64_t end, int64_t first, int64_t cols,
+                                            const Put& put) {
   using Vec = Packed<In, Width>;
   constexpr int kLanes = kSumColumns / Width, kWarps = kColumnSumThreads / 32;
   const int lane = threadIdx.x % kLanes, warp = threadIdx.x / 32;
-  const int64_t col = int64_t{blockIdx.x} * kSumColumns + lane * Width;
-  const int64_t begin = int64_t{blockIdx.y} * part_rows, end = min(rows, begin + part_rows);
+  const int64_t col = first + lane * Width;
   const In* source = static_cast<const In*>(x.data) + col;
 
   float sums[Width] = {};
@@ -95,8 +95,34 @@ __global__ void __launch_bounds__(kColumnSumThreads, 2)
   float total = 0.0f;
 #pragma unroll
   for (const auto& of_warp : of_warps) total += of_warp[threadIdx.x];
-  const int64_t summed = int64_t{blockIdx.x} * kSumColumns + threadIdx.x;
-  if (summed < cols) out.put(blockIdx.y, summed, total);
+  const int64_t summed = first + threadIdx.x;
+  if (summed < cols) put(summed, total);
+}
+
+// A block for each part of the rows, of `part_rows`, and each group of columns.
+template <typename In, typename Sums, int Width>
+__global__ void __launch_bounds__(kColumnSumThreads, 2)
+    column_sums_kernel(Matrix x, int64_t rows, int64_t cols, int64_t part_rows, Sums out) {
+  const int64_t begin = int64_t{blockIdx.y} * part_rows, end = min(rows, begin + part_rows);
+  sum_columns<In, Width>(x, begin, end, int64_t{blockIdx.x} * kSumColumns, cols,
+                         [&](int64_t col, float sum) { out.put(blockIdx.y, col, sum); });
+}
+
+// A block for each group of columns of each matrix.
+template <typename In, int Width>
+__global__ void __launch_bounds__(kColumnSumThreads, 2)
+    joint_sums_kernel(const __grid_constant__ SumSources sources, int64_t rows) {
+  int64_t block = blockIdx.x;
+#pragma unroll
+  for (int i = 0; i < kMostSumGroups; ++i) {
+    const auto& source = sources.of[i];
+    const int64_t blocks = (source.cols + kSumColumns - 1) / kSumColumns;
+    if (block >= 0 && block < blocks) {
+      sum_columns<In, Width>(source.x, 0, rows, block * kSumColumns, source.cols,
+                             [&](int64_t col, float sum) { static_cast<In*>(source.out)[col] = from_float<In>(sum); });
+    }
+    block -= blocks;
+  }
 }
 
 }  // namespace fused_mlp

@@ -25,4 +25,14 @@ struct SumTargets {
 cudaError_t launch_grouped_sums(float* x, int64_t rows, int64_t cols, int64_t groups, const SumTargets& targets,
                                 cudaStream_t stream);
 
+// The same of up to as many matrices of so many rows and of one dtype, in one launch; what has no columns is none.
+struct SumSources {
+  struct {
+    Matrix x;
+    int64_t cols;
+    void* out;
+  } of[kMostSumGroups];
+};
+cudaError_t launch_joint_sums(const SumSources& sources, int64_t rows, DType dtype, cudaStream_t stream);
+
 }  // namespace fused_mlp

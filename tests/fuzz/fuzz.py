@@ -325,7 +325,7 @@ def check(fused_mlp, source: Source, folder: Path) -> list[str]:
     # A module that runs as it was written for now, for its hooks, adapters, dtype or device, still holds a method that
     # asks, and autocast may cast what has no kernel to a dtype that has one.
     asks = any(reason.code in ("called", "no kernel", "own way") for entry in report.left for reason in entry.reasons)
-    is_left = all(entry.extent == "none" for entry in report.modules) and not report.norms
+    is_left = all(entry.extent == "none" for entry in report.modules) and not (report.norms or report.attentions)
     bitwise = is_left and not waiting and not asks
     in_block = any("residual" in entry.pattern for entry in report.fused)
     assert text and not (bitwise and any(mark in vars(part) for part in fused.root.modules()))

@@ -409,6 +409,28 @@ def norms(ops) -> int:
     return 7 * len(cases)
 
 
+def attentions(ops) -> int:
+    """Projections of one input and rotary embeddings, forward and backward: vectors and elements; how many calls."""
+    heads, layers = (
+        ((3, 4, 2, 9, 64), (1, 3, 1, 70, 6), (2, 40, 8, 5, 128)),
+        ((70, 40, (72, 24, 8)), (5, 33, (9, 17, 3))),
+    )
+    for dtype in DTYPES:
+        for batch, queries, keys, tokens, features in heads:
+            print(f"rotary: {batch}, {queries}, {keys}, {tokens}, {features}, {dtype}", flush=True)
+            q, k = (torch.randn(batch, tokens, n, features, device="cuda").to(dtype) for n in (queries, keys))
+            angles = [torch.randn(1, tokens, features, device="cuda").to(dtype) for _ in range(2)]
+            for inverse in (False, True):
+                ops.rotary(q.transpose(1, 2), k.transpose(1, 2), *angles, inverse)
+        for rows, width, outs in layers:
+            print(f"projections: {rows}, {width}, {outs}, {dtype}", flush=True)
+            x, *weights = (torch.randn(n, width, device="cuda").to(dtype) for n in (rows, *outs))
+            grads = ops.projections_forward(x, *weights, *(weight[:, 0].contiguous() for weight in weights))
+            ops.projections_backward(*grads, x, *weights, 127)
+        torch.cuda.synchronize()
+    return len(DTYPES) * 2 * (len(heads) + len(layers))
+
+
 def adapted(fused_mlp) -> int:
     """Layers with low-rank adapters, forward and backward, with and without dropout; how many calls."""
     shapes = ((5, 136, 264), (40, 320, 192), (300, 520, 776), (1300, 520, 1032))
@@ -519,7 +541,7 @@ def run(tool: str) -> None:
                 calls += grouped(fused_mlp, architecture)
         if torch.cuda.get_device_capability() == (9, 0):
             calls += trained_experts(native)
-        calls += norms(native) + quantized(fused_mlp) + quantized_experts(fused_mlp)
+        calls += norms(native) + attentions(native) + quantized(fused_mlp) + quantized_experts(fused_mlp)
         if tool != "racecheck":  # beside whose kernels those of cuBLAS fault
             calls += adapted(fused_mlp)
         calls += biases(native)

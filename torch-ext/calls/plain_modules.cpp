@@ -1,6 +1,7 @@
 #include "plain_modules.h"
 
 #include <cstdint>
+#include <iterator>
 #include <utility>
 
 #include "../global_state/modes.h"
@@ -463,6 +464,35 @@ PyObject* normed(PyObject* norm, PyObject* x) {
   return followed == kError ? nullptr : norm_or_operands(operands, followed == kYes);
 }
 
+// Whether autograd follows linear layers of one input, children of a module, and the operands of their op; nullptr
+// without an error where they are called.
+PyObject* py_projected(PyObject* given) {
+  constexpr Py_ssize_t kMost = 3;
+  PyObject* of[3];  // names, module, x
+  if (!unpack(given, "too", of)) return nullptr;
+  const PastModes modes;
+  PyObject *const x = of[2], *const dtype = modes.said() == kYes ? dtype_taken(x) : nullptr;
+  PyObject* const state = dtype == nullptr ? nullptr : state_of(of[1]);
+  const Answer recording = state == nullptr ? kError : is_recording();
+  if (recording == kError || is_autocasting() != kNo || is_undisturbed() != kYes) return nullptr;
+  Few found;
+  if (read_children(of[1], state, of[0], &found) != kYes) return nullptr;
+  const Objects layers = found.all();
+  const Owned given_to_op(PyTuple_New(1 + 2 * kMost));  // x, weights, biases
+  PyObject* const operands = given_to_op.get();
+  if (operands == nullptr || std::ssize(layers) > kMost || put(operands, 0, x) != kYes) return nullptr;
+  for (Py_ssize_t i = 0; i < kMost; ++i) {
+    const Py_ssize_t weight = 1 + i, bias = 1 + kMost + i;
+    const Answer read = i < std::ssize(layers) ? read_linear(layers[i], recording == kYes, operands, weight, bias)
+                        : put(operands, weight, Py_None) == kYes ? put(operands, bias, Py_None)
+                                                                 : kError;
+    if (read != kYes) return nullptr;
+  }
+  if (are_of(operands, dtype) != kYes) return nullptr;
+  const Answer followed = recording == kYes ? needs_gradient(operands) : kNo;
+  return followed == kError ? nullptr : PyTuple_Pack(2, followed == kYes ? Py_True : Py_False, operands);
+}
+
 PyObject* py_normed(PyObject* given) {
   PyObject* of[2];  // norm, x
   if (!unpack(given, "oo", of)) return nullptr;
@@ -604,6 +634,7 @@ PyMethodDef plain_module_methods[] = {
     {"fused", answered<py_fused>, METH_VARARGS, nullptr},
     {"adapted", answered<py_adapted>, METH_VARARGS, nullptr},
     {"normed", answered<py_normed>, METH_VARARGS, nullptr},
+    {"projected", answered<py_projected>, METH_VARARGS, nullptr},
     {"block", answered<py_block>, METH_VARARGS, nullptr},
     {"block_of", answered<py_block_of>, METH_VARARGS, nullptr},
     {"in_turn", answered<py_in_turn>, METH_VARARGS, nullptr},

@@ -94,6 +94,9 @@ struct Names {
   PyObject* norm_forward = PyUnicode_InternFromString("norm_forward");
   PyObject* sum_norm_forward = PyUnicode_InternFromString("sum_norm_forward");
   PyObject* norm_backward = PyUnicode_InternFromString("norm_backward");
+  PyObject* projections_forward = PyUnicode_InternFromString("projections_forward");
+  PyObject* projections_backward = PyUnicode_InternFromString("projections_backward");
+  PyObject* rotary = PyUnicode_InternFromString("rotary");
   PyObject* training_forward = PyUnicode_InternFromString("training_forward");
   PyObject* training_backward = PyUnicode_InternFromString("training_backward");
   PyObject* training_backward_ = PyUnicode_InternFromString("training_backward_");

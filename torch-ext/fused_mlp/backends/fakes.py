@@ -171,6 +171,50 @@ def _quantized_mlp(x: Tensor, layouts: List[int], offsets: List[float], gated: b
     return x.new_empty((*x.shape[:-1], layouts[-5 if is_mlp else 0]))
 
 
+def _projections(
+    x: Tensor,
+    first_weight: Tensor,
+    second_weight: Tensor,
+    third_weight: Optional[Tensor],
+    first_bias: Optional[Tensor],
+    second_bias: Optional[Tensor],
+    third_bias: Optional[Tensor],
+) -> List[Tensor]:
+    layers = (first_weight, first_bias), (second_weight, second_bias), (third_weight, third_bias)
+    layers = [(weight, bias) for weight, bias in layers if weight is not None]
+    for weight, bias in layers:
+        operands.check_linear(x, weight, bias)
+    return [like_product(x, weight) for weight, _ in layers]
+
+
+def _projection_gradients(
+    first_grad: Optional[Tensor],
+    second_grad: Optional[Tensor],
+    third_grad: Optional[Tensor],
+    x: Optional[Tensor],
+    first_weight: Optional[Tensor],
+    second_weight: Optional[Tensor],
+    third_weight: Optional[Tensor],
+    needs: int,
+) -> List[Tensor]:
+    grads, weights = (first_grad, second_grad, third_grad), (first_weight, second_weight, third_weight)
+    like = next(grad for grad in grads if grad is not None)
+    source = next((each for each in (x, *weights) if each is not None), None)
+    found = [like.new_empty((*like.shape[:-1], source.shape[-1]))] if needs & 1 else []
+    found += [like.new_empty((grad.shape[-1], x.shape[-1])) for i, grad in enumerate(grads) if needs >> 1 + i & 1]
+    return found + [like.new_empty(grad.shape[-1]) for i, grad in enumerate(grads) if needs >> 4 + i & 1]
+
+
+def _rotary(q: Tensor, k: Tensor) -> Tuple[Tensor, Tensor]:
+    def like(x: Tensor) -> Tensor:
+        if x.stride(1) >= x.stride(2):
+            return x.new_empty(x.shape)
+        batch, heads, tokens, features = x.shape
+        return x.new_empty((batch, tokens, heads, features)).transpose(1, 2)
+
+    return tuple([like(x if x.stride(-1) == 1 else x.contiguous()) for x in (q, k)])
+
+
 _RESULTS = {  # and what checks the operands
     "act_and_mul": (strides.new_product, operands.check_act_and_mul),
     "act_and_mul_backward": (strides.new_gradients, None),
@@ -184,6 +228,9 @@ _RESULTS = {  # and what checks the operands
     "norm_forward": (lambda x, norm: (x.new_empty(x.shape), _statistics(x, norm)), None),
     "sum_norm_forward": (_sum_norm, None),
     "norm_backward": (_norm_gradients, None),
+    "projections_forward": (_projections, None),
+    "projections_backward": (_projection_gradients, None),
+    "rotary": (_rotary, None),
     "experts_mlp": (of_experts, operands.check_experts_mlp),
     "top_k_router": (_router, None),
     "sigmoid_router": (_sigmoid_router, None),

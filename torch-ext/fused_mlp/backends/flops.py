@@ -61,6 +61,16 @@ def _of_training_backward(
     return sum(_of_layers(grad, *weights) for is_computed, weights in computed if is_computed)
 
 
+def _of_projections_backward(
+    first: _Shape, second: _Shape, third: _Shape, x: _Shape, w0: _Shape, w1: _Shape, w2: _Shape, needs: int, **_: Any
+) -> int:
+    grads, weights = (first, second, third), (w0, w1, w2)
+    like = next(grad for grad in grads if grad is not None)
+    of_x = _of_layers(like, *(weight for grad, weight in zip(grads, weights) if grad is not None)) if needs & 1 else 0
+    of_weights = [grad for place, grad in enumerate(grads) if needs >> 1 + place & 1]
+    return of_x + sum(_of_layers(grad, (grad[-1], x[-1])) for grad in of_weights)
+
+
 def _of_experts(
     x: Sequence[int], index: Sequence[int], shares: Any, first: Sequence[int], second: Sequence[int], *_: Any, **__: Any
 ) -> int:
@@ -103,6 +113,8 @@ _FORMULAS = {
     "training_forward": _of_three,
     "training_backward": _of_training_backward,
     "training_backward_": _of_training_backward,
+    "projections_forward": _of_three,
+    "projections_backward": _of_projections_backward,
     "experts_mlp": _of_experts,
     "experts_training_forward": _of_experts,
     "experts_training_backward": _of_experts_backward,

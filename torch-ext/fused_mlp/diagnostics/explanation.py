@@ -225,8 +225,8 @@ _LAYER_ACTIVATIONS = ("act_fn", "activation_fn", "intermediate_act_fn")
 def _explain_module(module: nn.Module) -> Explanation:
     """A module by what it is itself, or else by its parts: how many are fused, and what keeps the others from it."""
     name, found = type(module).__name__, tuple(_parts(module))
-    norms = tuple(part for part in found if part.path and part.pattern in outcome.NORMS)
-    parts = tuple(part for part in found if part not in norms)
+    beside = tuple(part for part in found if part.path and outcome.is_beside(part.pattern))
+    parts = tuple(part for part in found if part not in beside)
     fused = [part for part in parts if part.fused]
     if parts and parts[0].path == "" and (len(parts) == 1 or parts[0].extent != outcome.NONE):
         root = parts[0]
@@ -234,13 +234,13 @@ def _explain_module(module: nn.Module) -> Explanation:
         implementation = "fused" if root.fused else "original" if root.extent == outcome.NONE else "partly fused"
         return Explanation(name, implementation, f"{reason}{_of_mode(module, implementation)}", parts)
     if not parts:
-        implementation = "partly fused" if any(part.fused for part in norms) else "original"
-        return Explanation(name, implementation, report.summary((), norms), norms)
+        implementation = "partly fused" if any(part.fused for part in beside) else "original"
+        return Explanation(name, implementation, report.summary((), beside), beside)
     whys = Counter((part.class_name, part.reason) for part in parts if part.reasons)
     counted = (f"; {kind} ({n}): {why}" if n > 1 else f"; {kind}: {why}" for (kind, why), n in whys.items())
     nothing = all(part.extent == outcome.NONE for part in parts)
     implementation = "fused" if len(fused) == len(parts) else "original" if nothing else "partly fused"
-    reason = f"{report.summary(parts, norms)}{''.join(counted)}{_of_mode(module, implementation)}"
+    reason = f"{report.summary(parts, beside)}{''.join(counted)}{_of_mode(module, implementation)}"
     return Explanation(name, implementation, reason, parts)
 
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from ..autograd import training
 from . import outcome, verification
+from .attention import methods as attention
 from .experts import blocks, mixtures, routers, wrappers
 from .experts.known import llama4
 from .methods import switching
@@ -33,8 +34,8 @@ from .running import adapted, normed, shortcut
 def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.KEPT) -> FusionReport:
     """Replaces the MLPs in the methods of the modules of ``model`` by fused calls, in place.
 
-    A module that ends an encoder's attention, ``norm(projection(x) + residual)``, is fused too, and an RMSNorm that its
-    class spells out in several operations.
+    A module that ends an encoder's attention, ``norm(projection(x) + residual)``, is fused too, an RMSNorm that its
+    class spells out in several operations, and in an attention the projections of one input and the rotary embedding.
 
     Each module that is fused holds the fused methods itself, bound to it; its class stays what it is. A module that
     cannot be read, or fused, is left as it is and the report says why; modules that an earlier call has fused are in
@@ -82,8 +83,9 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.K
                 around.update(blocks_around(module))
                 inner.update(map(id, (*layers_in(module), *wrappers.within(module))))
                 if found is not None and id(module) not in first_modules:
-                    reported = report.norms if found.pattern in outcome.NORMS else report.modules
-                    reported.append(of_module(path, module, in_block(found, around.get(id(module), ""))))
+                    report._of(found.pattern).append(
+                        of_module(path, module, in_block(found, around.get(id(module), "")))
+                    )
             for _, module in modules:
                 if _is_idle(module):
                     switching.switch_back(module)
@@ -218,7 +220,10 @@ def _plan_of(
     if not methods and not is_tail:
         methods = endings.fused_methods(module, memory)
     if not methods:
-        return {}, outcome.of_experts(module) if mixtures.are_left(module) else outcome.of_nothing(module)
+        left = outcome.of_experts(module) if mixtures.are_left(module) else outcome.of_nothing(module)
+        methods = {} if left is not None else attention.fused_methods(module, memory)
+        if not methods:
+            return {}, left
     nothing = outcome.of_nothing_to_fuse(module, methods.values())
     if nothing is not None:
         return {}, nothing

@@ -16,6 +16,7 @@ from ..adapters import DROPS, Layer
 from ..autograd import training
 from ..backends import reference
 from ..quantized import weights as quantized
+from .attention import methods as attention
 from .experts import blocks, mixtures, routers, wrappers
 from .experts.known import llama4
 from .parts import adapters, norms, recognition, refusals
@@ -135,6 +136,8 @@ def of_methods(module: nn.Module, methods: Iterable[FunctionType]) -> Optional[O
         return of_adapted(module)
     if any(map(normed.is_fused, methods)):
         return of_norm(module)
+    for method in filter(attention.is_fused, methods):
+        return of_attention(method, module)
     for method in filter(endings.is_fused, methods):
         return of_sum(endings.parts_of(method, module))
     mlps = [mlp for method in methods for mlp in rewriter.mlps_in(method, module)]
@@ -191,6 +194,22 @@ def of_norm(module: nn.Module) -> Outcome:
     return Outcome(FULL, (), pattern) if refusal is None else Outcome(NONE, (Reason(OWN_WAY, "", refusal),), pattern)
 
 
+def of_attention(method: FunctionType, module: nn.Module) -> Outcome:
+    """The outcome of the projections of one input, and the rotary embedding, of an attention."""
+    reasons = called(attention.refusals_of(method, module))
+    return Outcome(NONE if reasons else FULL, reasons, attention.pattern_of(method))
+
+
+def is_attention(pattern: str) -> bool:
+    """True for the pattern of what is fused in an attention."""
+    return pattern.startswith((attention.PROJECTIONS, attention.ROTARY))
+
+
+def is_beside(pattern: str) -> bool:
+    """True for the pattern of what stands beside MLPs and their like: of norms and attentions."""
+    return pattern in NORMS or is_attention(pattern)
+
+
 _PADDED = "linear, padded"
 _EXPERTS, _UNTRAINED_EXPERTS, _ROUTER = "experts", "experts in inference", "router"
 _MIXTURE = "router and experts in inference"
@@ -210,6 +229,8 @@ def words_of(extent: str, pattern: str) -> str:
     """Describe the part of a module with this pattern that one call computes at this extent."""
     if pattern in NORMS:
         return "norm"
+    if is_attention(pattern):
+        return pattern
     return "GEMM, sum and norm" if pattern == _SUM else _EXTENT_WORDS[extent]
 
 
@@ -225,6 +246,7 @@ def left(module: nn.Module, methods: Iterable[FunctionType], reason: Reason) -> 
 
 
 _NO_MLPS = (routers.is_fused, blocks.is_fused, endings.is_fused, adapted.is_fused, normed.is_fused)
+_NO_MLPS += (attention.is_fused,)
 
 
 def of_nothing_to_fuse(module: nn.Module, methods: Iterable[FunctionType]) -> Optional[Outcome]:

@@ -53,7 +53,8 @@ class ModuleReport:
 class FusionReport:
     """The outcome of :func:`fuse_mlps`: prints as a table; ``modules`` is the same as data.
 
-    ``norms`` are those that are one op by themselves, apart from MLPs and their like.
+    ``norms`` are those that are one op by themselves, apart from MLPs and their like. ``attentions`` have their
+    projections of one input in one call, or their rotary embedding in one op.
 
     ``[dataclasses.asdict(module) for module in report.modules]`` is what ``json.dumps`` takes. A report does not keep
     the model alive.
@@ -61,6 +62,7 @@ class FusionReport:
 
     modules: List[ModuleReport] = field(default_factory=list)
     norms: List[ModuleReport] = field(default_factory=list)
+    attentions: List[ModuleReport] = field(default_factory=list)
     _restoring: List[Callable[[], None]] = field(default_factory=list, repr=False)
 
     @property
@@ -82,21 +84,31 @@ class FusionReport:
             restore()
         self._restoring.clear()
 
+    def _of(self, pattern: str) -> List[ModuleReport]:
+        """The list for a module with this pattern."""
+        if outcome.is_attention(pattern):
+            return self.attentions
+        return self.norms if pattern in outcome.NORMS else self.modules
+
+    @property
+    def _beside(self) -> List[ModuleReport]:
+        return [*self.norms, *self.attentions]
+
     def __str__(self) -> str:
-        if not (self.modules or self.norms):
+        if not (self.modules or self._beside):
             return "no MLP found"
-        return "\n".join([summary(self.modules, self.norms), *lines([_COLUMNS, *self._rows()])])
+        return "\n".join([summary(self.modules, self._beside), *lines([_COLUMNS, *self._rows()])])
 
     def _repr_html_(self) -> str:
         """The same for notebooks."""
         rows = (f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in self._rows())
         head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
-        return f"<p>{html.escape(summary(self.modules, self.norms))}</p><table><tr>{head}</tr>{''.join(rows)}</table>"
+        return f"<p>{html.escape(summary(self.modules, self._beside))}</p><table><tr>{head}</tr>{''.join(rows)}</table>"
 
     def _rows(self) -> List[Tuple[str, ...]]:
         """The cells of the table: modules that are alike share a row."""
         rows: Dict[Tuple[str, ...], List[str]] = {}
-        for module in (*self.modules, *self.norms):
+        for module in (*self.modules, *self._beside):
             extent = "yes" if module.fused else {outcome.NONE: "no"}.get(module.extent, module.extent)
             rows.setdefault((module.class_name, module.pattern, extent, module.reason), []).append(module.path)
         return [(*key, _paths(paths)) for key, paths in rows.items()]
@@ -107,10 +119,10 @@ def of_module(path: str, module: nn.Module, found: outcome.Outcome) -> ModuleRep
     return ModuleReport(path, type(module).__name__, found.pattern, found.extent, found.reasons)
 
 
-def summary(modules: Sequence[ModuleReport], norms: Sequence[ModuleReport] = ()) -> str:
+def summary(modules: Sequence[ModuleReport], others: Sequence[ModuleReport] = ()) -> str:
     """One sentence that counts the modules which run in one call each."""
     sentence = _of_mlps(modules) if modules else "no MLP found"
-    beside = Counter(module.pattern for module in (*modules, *norms) if not module.is_mlp and module.fused)
+    beside = Counter(module.pattern for module in (*modules, *others) if not module.is_mlp and module.fused)
     return "; ".join([sentence, *(f"{count} x {pattern}" for pattern, count in beside.items())])
 
 

@@ -282,7 +282,7 @@ def _functions(kind: type) -> Dict[str, FunctionType]:
 
 
 @remembered
-def _callees(function: FunctionType) -> Dict[str, ast.expr]:
+def callees(function: FunctionType) -> Dict[str, ast.expr]:
     """The callees and loop iterables in the source of a function that are names or attributes, by their text."""
     tree = effects.readable(function)
     nodes = [] if tree is None else list(ast.walk(tree))
@@ -295,7 +295,7 @@ def roles_in(
     function: FunctionType, module: nn.Module, role_of: Callable[[Any], Optional[str]] = role_of
 ) -> Tuple[Tuple[str, str], ...]:
     """The roles that the callees of a method may have in a match, by their text."""
-    return _roles({text: values_of(node, function, module) for text, node in _callees(function).items()}, role_of)
+    return _roles({text: values_of(node, function, module) for text, node in callees(function).items()}, role_of)
 
 
 def answers_in(function: FunctionType, module: nn.Module) -> branches.Answers:
@@ -306,7 +306,7 @@ def answers_in(function: FunctionType, module: nn.Module) -> branches.Answers:
 @remembered
 def _conditions_in(function: FunctionType, roles: Tuple[Tuple[str, str], ...]) -> Tuple[ast.expr, ...]:
     tree = effects.readable(function)
-    return () if tree is None else branches.conditions_in(tree, _role_by_text(roles))
+    return () if tree is None else branches.conditions_in(tree, role_by_text(roles))
 
 
 def _roles(callees: Dict[str, Dict[str, Any]], role_of: Callable[[Any], Optional[str]]) -> Tuple[Tuple[str, str], ...]:
@@ -337,7 +337,7 @@ def _rewritten(
     """
     if _WANTED.isdisjoint(kind for _, kind in roles):
         return None, ()
-    role = _role_by_text(roles)
+    role = role_by_text(roles)
 
     def is_known(match: AnyMatch) -> bool:
         match = match.match if isinstance(match, Block) else match
@@ -462,7 +462,7 @@ def _calls_of(match: AnyMatch, calls: List[Tuple[AnyMatch, ast.expr]], tree: ast
     return [node for other, node in calls if node in nodes and _key(other) == _key(match)]
 
 
-def _role_by_text(roles: Tuple[Tuple[str, str], ...]) -> RoleOf:
+def role_by_text(roles: Tuple[Tuple[str, str], ...]) -> RoleOf:
     named = dict(roles)
     return lambda node: named.get(ast.unparse(node)) if isinstance(node, (ast.Name, ast.Attribute)) else None
 
@@ -489,7 +489,7 @@ def _segment_of(
     if made is not None:
         whole, first = Role.WHOLE if made in split_mlps.wholes else Role.LAYER, split_mlps.firsts.get(made)
         return (whole, None) if first is None else (Role.FIRST, first)
-    tree, role = copy.deepcopy(effects.readable(forward)), _role_by_text(roles)
+    tree, role = copy.deepcopy(effects.readable(forward)), role_by_text(roles)
     start = start_of(tree, role)
     if start is None:
         return Role.LAYER, None

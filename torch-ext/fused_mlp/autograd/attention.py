@@ -1,0 +1,132 @@
+"""Parts of an attention as autograd follows them: projections of one input, and rotary embeddings, a node each.
+
+The projections are torch's products. Their node adds up the gradient of the input by the products themselves, where
+autograd would add up those of the layers one by one, and sums the gradients of all biases in one kernel. A gradient
+that is differentiated in its turn is composed.
+"""
+
+from __future__ import annotations
+
+import functools
+from operator import itemgetter
+from typing import Any, List, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+from .. import dispatch
+from ..backends import native
+from . import nodes, training
+
+# Past torch's dispatcher where nothing has to see them there (torch-ext/calls/direct/ops.h).
+_project, _plain_gradients, _rotate = (
+    getattr(native.plain_modules, name, None) for name in ("projections_forward", "projections_backward", "rotary")
+)
+
+# Bound once: to look these up is a measurable part of a small call.
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_save = training._save
+
+
+class _Projections(torch.autograd.Function):
+    """Of x, three weights and three biases, of which the last and any bias may be None."""
+
+    @staticmethod
+    def forward(ctx: Any, *operands: Any) -> Tuple[Tensor, ...]:
+        needs = ctx.needs_input_grad
+        _save(ctx, _saved(needs), operands, (None, None), needs, (), ())
+        return tuple(_project(*operands))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+        grads = (*grads, None)[:3]
+        first = next((grad for grad in grads if grad is not None), None)
+        if first is None:
+            return (None,) * 7
+        saved = ctx.saved_tensors[:7]
+        asked = nodes.asked(ctx, first, saved)
+        there = [grad is not None for grad in grads]
+        needs = (asked[0], *(need and has for need, has in zip(asked[1:], (*there, *there))))
+
+        def composed() -> List[Tensor]:
+            return _composed(nodes.variables(ctx, saved), grads, needs)
+
+        if not any(needs):
+            return (None,) * 7
+        if training.is_gradient_seen(first):
+            found = composed()
+        else:
+            backward = native.projections_backward if _dispatch_modes() else _plain_gradients
+            bits = sum(need << place for place, need in enumerate(needs))
+            found = dispatch.op_or_parts(backward, (*grads, *saved[:4], bits), composed)
+        found = iter(found)
+        return tuple([next(found) if need else None for need in needs])
+
+
+@functools.cache
+def _saved(needs: nodes.Needs) -> nodes.Saved:
+    """The input where a weight is trained, and the weights where the input has a gradient."""
+    wanted = (any(needs[1:4]), *(needs[0],) * 3, False, False, False)
+    places = tuple(index if want else -1 for index, want in enumerate(wanted))
+    lost = tuple(index for index, (need, want) in enumerate(zip(needs, wanted)) if need and not want)
+    return nodes.Saved(itemgetter(*places), places, False, False, lost)
+
+
+def _composed(
+    operands: Sequence[Optional[Tensor]], grads: Sequence[Optional[Tensor]], needs: Sequence[bool]
+) -> List[Tensor]:
+    """The gradients by PyTorch's operations, which can be differentiated again."""
+    x, *weights = operands[:4]
+    rows = [None if grad is None else grad.reshape(-1, grad.shape[-1]) for grad in grads]
+    found = []
+    if needs[0]:
+        products = [grad @ weight for grad, weight in zip(grads, weights) if grad is not None]
+        found.append(functools.reduce(torch.add, products))
+    found += [of.t() @ x.reshape(-1, x.shape[-1]) for of, need in zip(rows, needs[1:4]) if need]
+    return found + [of.sum(0) for of, need in zip(rows, needs[4:]) if need]
+
+
+class _Rotary(torch.autograd.Function):
+    """Of queries, keys, cosines and sines, the last two of which have no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tuple[Tensor, ...]:
+        # By the attributes that the methods of these names set: set_materialize_grads(), save_for_backward().
+        ctx.materialize_grads, ctx.to_save = False, (cos, sin)
+        return tuple(_rotate(q, k, cos, sin, False))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+        angles = ctx.saved_tensors
+
+        def composed() -> Tuple[Optional[Tensor], ...]:
+            return tuple([None if grad is None else _turned_back(grad, *angles) for grad in grads])
+
+        if None in grads or training.is_gradient_seen(grads[0]):
+            return (*composed(), None, None)
+        rotate = native.rotary if _dispatch_modes() else _rotate
+        return (*dispatch.op_or_parts(rotate, (*grads, *angles, True), composed), None, None)
+
+
+def _turned_back(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The gradient of what a rotary embedding was given, by PyTorch's operations."""
+    low, high = (grad * sin.unsqueeze(1)).chunk(2, dim=-1)
+    return grad * cos.unsqueeze(1) + torch.cat((high, -low), dim=-1)
+
+
+# Without what torch's own ``apply`` does before this in Python, for operands of transforms.
+_record_projections, _record_rotary = (super(torch.autograd.Function, kind).apply for kind in (_Projections, _Rotary))
+
+
+def projected(is_followed: bool, operands: Tuple[Any, ...]) -> Sequence[Tensor]:
+    """The results of layers of one input: of x ``[..., in]``, three weights ``[out, in]`` and three biases ``[out]``.
+
+    The third weight may be None, and every bias. ``is_followed``: autograd follows one of these.
+    """
+    return _record_projections(*operands) if is_followed else _project(*operands)
+
+
+def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Sequence[Tensor]:
+    """Queries and keys ``[batch, heads, tokens, features]``, turned by angles ``[batch or 1, tokens, features]``."""
+    is_followed = training.is_recording() and (q.requires_grad or k.requires_grad)
+    return _record_rotary(q, k, cos, sin) if is_followed else tuple(_rotate(q, k, cos, sin, False))

@@ -1,0 +1,100 @@
+#pragma once
+
+#include <array>
+#include <vector>
+
+#include "../../operands/operands.h"
+#include "../../operands/tensor_rows.h"
+#include "../../torch_binding.h"
+#include "../torch_gemm.h"
+
+// Linear layers of one input, as the projections of an attention are, by torch's GEMMs.
+namespace fused_mlp {
+
+constexpr size_t kProjections = 3;
+using OfProjections = std::array<const OptionalTensor*, kProjections>;
+
+inline std::vector<int64_t> with_features(const Tensor& x, int64_t features) {
+  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
+  sizes.back() = features;
+  return sizes;
+}
+
+// Backend::torch_linear(out, x, weight, bias): of matrices
+template <typename Backend>
+std::vector<Tensor> projections(const Tensor& x, const OfProjections& weights, const OfProjections& biases) {
+  const TensorRows rows(x);
+  std::vector<Tensor> found;
+  for (size_t i = 0; i < kProjections; ++i) {
+    if (!*weights[i]) continue;
+    const Tensor& weight = **weights[i];
+    check_linear(x, weight, *biases[i]);
+    found.push_back(new_dense(x, with_features(x, weight.size(0))));
+    const Tensor out = matrix_view(found.back(), {rows.rows, weight.size(0)}, {weight.size(0), 1});
+    Backend::torch_linear(out, matrix_view(rows), weight, *biases[i]);
+  }
+  return found;
+}
+
+// The gradients that the bits of `needs` ask for, of x, three weights and three biases. That of x is added up by the
+// products themselves. A layer whose result has no gradient has none.
+//
+// Backend::mm, Backend::add_mm: as backward.h has them
+// Backend::all_column_sums(matrices of as many rows, one to three): the sums of each
+template <typename Backend>
+std::vector<Tensor> projection_gradients(const OfProjections& grads, const OptionalTensor& x,
+                                         const OfProjections& weights, int64_t needs) {
+  const auto asked = [&](size_t operand) { return (needs >> operand & 1) != 0; };
+  const Tensor* like = nullptr;
+  std::array<OptionalTensor, kProjections> rows;
+  int64_t count = 0;
+  for (size_t i = 0; i < kProjections; ++i) {
+    if (!*grads[i]) continue;
+    const Tensor& grad = **grads[i];
+    STD_TORCH_CHECK(grad.dim() > 0, "a gradient must be [..., out]");
+    rows[i] = Backend::rows(grad);
+    if (like == nullptr) like = &grad, count = rows[i]->size(0);
+    check_same_kind(grad, "a gradient", *like);
+    STD_TORCH_CHECK(rows[i]->size(0) == count, "gradients must have the same number of rows");
+  }
+  STD_TORCH_CHECK(like != nullptr, "a gradient must be there");
+  std::vector<Tensor> found;
+  if (asked(0)) {
+    OptionalTensor dx, dx_rows;
+    for (size_t i = kProjections; i-- > 0;) {  // in autograd's order: each rounding is one of its own, too
+      if (!rows[i]) continue;
+      STD_TORCH_CHECK(*weights[i], "weights must be there for the gradient of x");
+      const Tensor& weight = **weights[i];
+      check_weight(weight, "weight", dx ? dx->size(-1) : weight.size(-1), *like);
+      STD_TORCH_CHECK(weight.size(0) == rows[i]->size(1), "weight must be [out, in], out as in its gradient");
+      const bool first = !dx;
+      if (first) {
+        dx = new_dense(*like, with_features(*like, weight.size(1)));
+        dx_rows = matrix_view(*dx, {count, weight.size(1)}, {weight.size(1), 1});
+      }
+      first ? Backend::mm(*dx_rows, *rows[i], weight) : Backend::add_mm(*dx_rows, *rows[i], weight);
+    }
+    found.push_back(*dx);
+  }
+  OptionalTensor x_rows;
+  for (size_t i = 0; i < kProjections; ++i) {
+    if (!asked(1 + i)) continue;
+    STD_TORCH_CHECK(x && rows[i], "x and a gradient must be there for the gradient of a weight");
+    if (!x_rows) x_rows = Backend::rows(*x);
+    check_same_kind(*x, "x", *like);
+    STD_TORCH_CHECK(x_rows->size(0) == count, "x must have as many rows as the gradients");
+    found.push_back(new_dense(*like, std::vector<int64_t>{rows[i]->size(1), x_rows->size(1)}));
+    Backend::mm(found.back(), transposed(*rows[i]), *x_rows);
+  }
+  std::vector<Tensor> summed;
+  for (size_t i = 0; i < kProjections; ++i) {
+    if (!asked(1 + kProjections + i)) continue;
+    STD_TORCH_CHECK(rows[i], "a gradient must be there for that of a bias");
+    summed.push_back(*rows[i]);
+  }
+  if (summed.empty()) return found;
+  for (const Tensor& sums : Backend::all_column_sums(summed)) found.push_back(sums);
+  return found;
+}
+
+}  // namespace fused_mlp
