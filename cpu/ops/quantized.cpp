@@ -9,6 +9,7 @@
 #include <array>
 #include <bit>
 
+#include "../../torch-ext/operands/zero_point.h"
 #include "../../torch-ext/ops/plan.h"
 #include "../layers.h"
 
@@ -18,24 +19,22 @@ namespace {
 using torch::headeronly::Float8_e4m3fn;
 using torch::headeronly::ScalarType;
 
-float scale_of(const QuantizedWeight& weight, int64_t block) {
-  if (!weight.nested()) return static_cast<const float*>(weight.scales.const_data_ptr())[block];
-  const auto* const nested_scales = static_cast<const float*>(weight.nested_scales->const_data_ptr());
-  const auto* const nested_code = static_cast<const float*>(weight.nested_code->const_data_ptr());
-  const uint8_t code = static_cast<const uint8_t*>(weight.scales.const_data_ptr())[block];
-  const volatile float product = nested_code[code] * nested_scales[block / weight.nested_block];  // rounded by itself
+float scale_of(const PackedWeight& weight, int64_t block) {
+  if (!weight.nested()) return static_cast<const float*>(weight.scales)[block];
+  const uint8_t code = static_cast<const uint8_t*>(weight.scales)[block];
+  const volatile float product =
+      weight.nested_code[code] * weight.nested_scales[block / weight.nested_block];  // rounded by itself
   return product + static_cast<float>(weight.offset);
 }
 
 // A block has 16 values, which are rounded once for all its elements.
 template <typename T>
-void decode_blocks(const QuantizedWeight& weight, int64_t first, int64_t last, T* out) {
-  const auto* const data = static_cast<const uint8_t*>(weight.data.const_data_ptr());
-  const auto* const code = static_cast<const float*>(weight.code->const_data_ptr());
+void decode_blocks(const PackedWeight& weight, int64_t first, int64_t last, T* out) {
+  const auto* const data = static_cast<const uint8_t*>(weight.data);
   for (int64_t block = first; block < last; ++block) {
     const float scale = scale_of(weight, block);
     T values[16];
-    for (int i = 0; i < 16; ++i) values[i] = static_cast<T>(code[i] * scale);
+    for (int i = 0; i < 16; ++i) values[i] = static_cast<T>(weight.code[i] * scale);
     int64_t i = block * weight.block;
     const int64_t end = std::min(weight.elements(), i + weight.block);
     if (i < end && i % 2 == 1) {
@@ -52,12 +51,12 @@ void decode_blocks(const QuantizedWeight& weight, int64_t first, int64_t last, T
 }
 
 // The values of a format's codes, of a byte or of half of one.
-std::array<float, 256> values_of(const QuantizedWeight& weight) {
+std::array<float, 256> values_of(const PackedWeight& weight) {
   std::array<float, 256> values;
   for (int i = 0; i < 256; ++i) {
-    if (weight.int4()) {
+    if (weight.coding == Coding::kInt4) {
       values[i] = static_cast<float>(i % 16);
-    } else if (weight.int8()) {
+    } else if (weight.coding == Coding::kInt8) {
       values[i] = static_cast<float>(static_cast<int8_t>(i));
     } else {
       values[i] = Float8_e4m3fn(static_cast<uint8_t>(i), Float8_e4m3fn::from_bits());
@@ -67,11 +66,11 @@ std::array<float, 256> values_of(const QuantizedWeight& weight) {
 }
 
 template <typename T>
-void decode_rows(const QuantizedWeight& weight, const std::array<float, 256>& values, int64_t first, int64_t last,
+void decode_rows(const PackedWeight& weight, const std::array<float, 256>& values, int64_t first, int64_t last,
                  T* out) {
-  const auto* const data = static_cast<const uint8_t*>(weight.data.const_data_ptr());
-  const auto* const scales = static_cast<const float*>(weight.scales.const_data_ptr());
-  const bool halves = weight.int4();
+  const auto* const data = static_cast<const uint8_t*>(weight.data);
+  const auto* const scales = static_cast<const float*>(weight.scales);
+  const bool halves = weight.coding == Coding::kInt4;
   for (int64_t row = first; row < last; ++row) {
     const float* const of_row = scales + row / weight.block_rows * weight.blocks_of_row();
     for (int64_t begin = 0; begin < weight.k; begin += weight.block) {
@@ -89,9 +88,9 @@ void decode_rows(const QuantizedWeight& weight, const std::array<float, 256>& va
 
 }  // namespace
 
-Tensor decoded(const QuantizedWeight& weight, ScalarType dtype) {
+Tensor decoded(const PackedWeight& weight, const Tensor& like, ScalarType dtype) {
   const std::vector<int64_t> sizes{weight.n, weight.k};
-  const Tensor out = new_dense(weight.data, sizes, dtype);
+  const Tensor out = new_dense(like, sizes, dtype);
   const auto fill = [&]<typename T>(T*) {
     auto* const elements = static_cast<T*>(out.mutable_data_ptr());
     if (weight.blocked()) {
@@ -122,7 +121,7 @@ Tensor decoded(const QuantizedWeight& weight, ScalarType dtype) {
 
 Tensor run_quantized(const Tensor& x, const QuantizedLayers& layers, int64_t activation) {
   dtype_of(x, "x");
-  const auto of_dtype = [&](const QuantizedLayer& layer) { return decoded(layer.weight, x.scalar_type()); };
+  const auto of_dtype = [&](const QuantizedLayer& layer) { return decoded(layer.weight.packed, x, x.scalar_type()); };
   const Tensor first = of_dtype(layers.first());
   const OptionalTensor up = layers.gated ? OptionalTensor(of_dtype(*layers.up())) : std::nullopt;
   const HiddenLayer hidden{first, layers.first().bias, up ? &*up : nullptr, up ? &layers.up()->bias : nullptr,
@@ -131,6 +130,32 @@ Tensor run_quantized(const Tensor& x, const QuantizedLayers& layers, int64_t act
   const Tensor second = of_dtype(*layers.second());
   const OutputLayer output{second, layers.second()->bias};
   return run_layers(x, hidden, &output);
+}
+
+void run_packed(const PlainMlp& mlp, const Matrix& x, void* out) {
+  const ScalarType dtype = mlp.dtype == DType::kFloat32   ? ScalarType::Float
+                           : mlp.dtype == DType::kFloat16 ? ScalarType::Half
+                                                          : ScalarType::BFloat16;
+  const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU, -1);
+  const auto rows = [&](void* data, int64_t cols, int64_t stride) {
+    return torch::stable::from_blob(data, {mlp.rows, cols}, {stride, 1}, cpu, dtype);
+  };
+  const auto bias = [&](const void* data, const PlainLayer& layer) {
+    if (data == nullptr) return OptionalTensor();
+    return OptionalTensor(torch::stable::from_blob(const_cast<void*>(data), {layer.out}, {1}, cpu, dtype));
+  };
+  const PlainLayer &first = mlp.layers[0], &last = mlp.layers[mlp.count - 1];
+  const Tensor given = rows(x.data, mlp.in, x.row_stride), result = rows(out, last.out, last.out);
+  const OptionalTensor up =
+      first.up_packed != nullptr ? OptionalTensor(decoded(*first.up_packed, given, dtype)) : std::nullopt;
+  const OptionalTensor of_first = bias(first.bias, first), of_up = bias(first.up_bias, first);
+  const Tensor weight = decoded(*first.packed, given, dtype);
+  const HiddenLayer hidden{weight, of_first, up ? &*up : nullptr, up ? &of_up : nullptr, first.activation};
+  if (mlp.count == 1) return run_rows(given, hidden, nullptr, result);
+  const Tensor second = decoded(*last.packed, given, dtype);
+  const OptionalTensor of_second = bias(last.bias, last);
+  const OutputLayer output{second, of_second};
+  run_rows(given, hidden, &output, result);
 }
 
 std::string plan_quantized(const Tensor& x, const std::vector<OptionalTensor>& weights,

@@ -3,6 +3,7 @@
 
 #include "../../torch-ext/calls/direct/plain.h"
 #include "../norms/run_norm.h"
+#include "../quantized/direct.h"
 #include "../tensor_views.h"
 #include "fused_gemm.h"
 #include "torch_layer.h"
@@ -85,6 +86,7 @@ bool may_be_direct(DType, int64_t) { return true; }
 std::function<void(void*)> plan_direct(const PlainMlp& mlp) {
   int current = -1;
   if (cudaGetDevice(&current) != cudaSuccess || current != mlp.device) return {};
+  if (mlp.layers[0].packed != nullptr) return plan_quantized_direct(mlp, gpu(mlp.device));
   const bool normed = mlp.first.kind != NormKind::kNone;
   const Matrix x = normed ? Matrix{nullptr, mlp.in} : mlp.x;
   Steps steps{mlp,

@@ -130,9 +130,12 @@ def is_native(op: str, x: Tensor) -> bool:
     return _open_blocks[-1].name in ("auto", native.DEVICE_TYPE) and native.refusal(op, x) is None
 
 
+QUANTIZED_DEVICES = {"cuda"}  # types of devices on which layers with quantised weights are not left to their products
+
+
 def may_take_quantized() -> bool:
     """True if :func:`quantized_refusal` may refuse nothing: on GPUs of this build, or where it is forced."""
-    return native.DEVICE_TYPE == "cuda" or is_forced()
+    return native.DEVICE_TYPE in QUANTIZED_DEVICES or is_forced()
 
 
 def quantized_refusal(device: torch.device, dtype: torch.dtype) -> Optional[str]:
@@ -146,7 +149,7 @@ def quantized_refusal(device: torch.device, dtype: torch.dtype) -> Optional[str]
 
 @functools.lru_cache(maxsize=64)
 def _quantized_refusal(device: torch.device, dtype: torch.dtype, is_forced: bool) -> Optional[str]:
-    if device.type != "cuda" and not is_forced:
+    if device.type not in QUANTIZED_DEVICES and not is_forced:
         return f"on a {'CPU' if device.type == 'cpu' else device.type}, where its own product runs"
     if device.type == "cuda" and dtype == torch.float32:
         return "that multiplies in float32"
@@ -206,6 +209,7 @@ def is_forced() -> bool:
 
 # On an H200, as measured beside torch's products in FP8; GPUs that do not round x are bound by the weights' bytes.
 _MOST_ROWS, _MOST_ROWS_ELSEWHERE, _MOST_ROUNDED_ROWS = 32, 16, 128
+FEW_QUANTIZED_ROWS = min(_MOST_ROWS, _MOST_ROWS_ELSEWHERE)  # which are left nowhere
 _LARGE, _MOST_ROWS_OF_LARGE = 1 << 27, 64  # 8192 x 28672 at 256 and 512 rows: 1.15 of the layers' own time
 ANY_ROWS = sys.maxsize
 

@@ -130,7 +130,32 @@ class Reader {
     return true;
   }
 
+  // Reads layers whose weights are quantised.
+  bool read_quantised(PlainMlp* mlp) const {
+    const Py_ssize_t biases = 1 + form_.weights, parts = form_.gated ? 2 : 1;
+    const PackedWeight* const weights = form_.quantised;
+    if (form_.packed) return false;
+    mlp->count = form_.weights > parts ? 2 : 1;
+    for (Py_ssize_t i = 0; i < form_.weights; ++i) {
+      if (weights[i].k != (i < parts ? mlp->in : weights[0].n) || weights[i].device != x_.device.index) return false;
+    }
+    if (weights[0].n != weights[parts - 1].n) return false;
+    PlainLayer &first = mlp->layers[0], &second = mlp->layers[1];
+    first.packed = &weights[0];
+    first.up_packed = parts == 2 ? &weights[1] : nullptr;
+    first.out = weights[0].n;
+    first.activation = integer(biases + form_.weights);
+    if (!read_vector(biases, first.out, &first.bias)) return false;
+    if (parts == 2 && !read_vector(biases + 1, first.out, &first.up_bias)) return false;
+    if (mlp->count == 1) return true;
+    second.packed = &weights[parts];
+    second.out = weights[parts].n;
+    second.activation = static_cast<int64_t>(Activation::kLinear);
+    return read_vector(biases + parts, second.out, &second.bias);
+  }
+
   bool read_layers(PlainMlp* mlp) const {
+    if (form_.quantised != nullptr) return read_quantised(mlp);
     const Py_ssize_t biases = 1 + form_.weights, parts = form_.gated && !form_.packed ? 2 : 1;
     PlainLayer& first = mlp->layers[0];
     mlp->count = form_.weights > parts ? 2 : 1;
@@ -244,9 +269,12 @@ bool configure_direct_calls(PyObject* exchange_api, PyObject* is_neg, PyObject* 
 
 bool may_call_directly() { return exchange != nullptr && !true_or_raises(is_profiled); }
 
+bool read_codes_directly(PyObject* tensor, dlpack::Tensor* view) {
+  return exchange->read(tensor, view) == 0 && view->data != nullptr && view->byte_offset == 0;
+}
+
 bool read_directly(PyObject* tensor, dlpack::Tensor* view) {
-  return exchange->read(tensor, view) == 0 && view->data != nullptr && view->byte_offset == 0 &&
-         !true_or_raises(is_negated, tensor);
+  return read_codes_directly(tensor, view) && !true_or_raises(is_negated, tensor);
 }
 
 bool read_dtype(const dlpack::Tensor& tensor, DType* dtype) {
@@ -307,7 +335,9 @@ PyObject* call_directly(const DirectForm& form, PyObject* operands) {
   PlainMlp mlp{};
   Reader reader(form, operands);
   std::function<void(void*)> compute;
-  const bool fits = reader.read_x(&mlp) && may_be_direct(mlp.dtype, mlp.rows) && !true_or_raises(is_profiled) &&
+  const bool known = form.quantised != nullptr;
+  const bool fits = reader.read_x(&mlp) && (known || may_be_direct(mlp.dtype, mlp.rows)) &&
+                    !true_or_raises(is_profiled) &&
                     reader.read_others(&mlp) && !PyErr_Occurred() && succeeds([&] { compute = plan_direct(mlp); });
   if (!fits || !compute) {
     is_answer();  // the op says what is wrong

@@ -9,6 +9,7 @@ functions are seen as they are at the call.
 
 from __future__ import annotations
 
+import functools
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Callable, Dict, Iterable, Optional, Sequence, Tuple, Union
 
@@ -191,6 +192,11 @@ _settings = {
     "saved_tensors_hooks": torch._C._autograd._top_saved_tensors_default_hooks,
     "layout": nodes.layout,
     "edges": nodes.edges,
+    "quantised": quantized.COMPILED,
+    "codes": quantized.CODES,
+    "offsets": quantized.OFFSETS,
+    "few_rows": dispatch.FEW_QUANTIZED_ROWS,
+    "most_rows": functools.partial(dispatch.most_rows_of, "fp8"),
 }
 plain = native.plain_modules  # None where nothing is compiled
 if plain is not None:

@@ -1,0 +1,27 @@
+#pragma once
+
+#include "../../operands/packed.h"
+#include "../answers.h"
+
+namespace fused_mlp {
+
+// The quantised weights of the projections of a call, in their order.
+struct PackedWeights {
+  static constexpr int kMost = 3;
+  PackedWeight of[kMost];
+  int count = 0;
+};
+
+// Adds the quantised weight that a layer holds now, and puts its bias into a tuple, None into the place of the weight.
+// The class of the layer is known by a tuple: (attributes that are as they were read, the form of such layers, the
+// class of their weights). kNo where Python has to read it, or its product is of another dtype than this one.
+//
+// It reads what models/parts/quantized.py reads, with the same answers.
+Answer read_packed(PyObject* layer, PyObject* known, bool recording, PyObject* dtype, PyObject* operands,
+                   Py_ssize_t weight_place, Py_ssize_t bias_place, PackedWeights* weights);
+
+// True if layers with weights of this format are not left to their own products of so many rows, as those are that
+// round x too.
+Answer takes_rows(const PackedWeights& weights, PyObject* x);
+
+}  // namespace fused_mlp
