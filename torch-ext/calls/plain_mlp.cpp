@@ -200,16 +200,19 @@ PyObject* operands_of_op(Py_ssize_t layers, PyObject* operands) {
   return given.release();
 }
 
-// The result of layers some of which have adapters, all of one dtype; nullptr without an error where they are not.
-PyObject* with_adapters(PyObject* pattern, bool recording, PyObject* dtype, PyObject* operands, PyObject* adapters) {
-  for (PyObject* each : {operands, adapters}) {
-    if (are_of(each, dtype) != kYes) return nullptr;
-  }
+// The result of layers of one dtype some of which have adapters, of it or of float32; nullptr without an error where
+// they are of others.
+// `offsets` are those of quantised weights, None of others.
+PyObject* with_adapters(PyObject* pattern, bool recording, PyObject* dtype, PyObject* operands, PyObject* adapters,
+                        PyObject* offsets) {
+  Answer alike = are_of(adapters, dtype);
+  if (alike == kNo) alike = are_of(adapters, settings.float32);
+  if (alike != kYes || are_of(operands, dtype) != kYes) return nullptr;
   Answer followed = recording ? needs_gradient(operands) : kNo;
   if (followed == kNo && recording) followed = needs_gradient(adapters);
   if (followed == kError) return nullptr;
   PyObject* const recorded = followed == kYes ? Py_True : Py_False;
-  return PyObject_CallFunctionObjArgs(settings.adapted, pattern, recorded, operands, adapters, nullptr);
+  return PyObject_CallFunctionObjArgs(settings.adapted, pattern, recorded, operands, adapters, offsets, nullptr);
 }
 
 }  // namespace
@@ -298,25 +301,31 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block, bool adapted
   if (!adapters) return nullptr;
   bool has_adapters = false, drops_any = false;
   PackedWeights quantised;
+  const Owned offsets(PyTuple_New(layers));
+  if (!offsets) return nullptr;
   for (Py_ssize_t i = 0; i < layers; ++i) {
     const Py_ssize_t place = i * kAdapterPlaces;
     bool drops = false;
+    const int before = quantised.count;
     const Answer read = read_adapted(mlp.projections[i], recording, dtype, operands, 1 + i, 1 + layers + i,
                                      adapters.get(), place, &drops, &quantised);
     if (drops && read == kNo && mlp.asks) return PyBool_FromLong(false);
     if (read != kYes) return nullptr;
+    const bool added = quantised.count > before;
+    const Owned offset(added ? PyFloat_FromDouble(quantised.of[before].offset) : nullptr);
+    if (put(offsets.get(), i, offset ? offset.get() : Py_None) != kYes) return nullptr;
     drops_any = drops_any || drops;
     has_adapters = has_adapters || PyTuple_GetItem(adapters.get(), place + kA) != Py_None;
   }
   const bool all_quantised = quantised.count == layers;
-  if (has_adapters ? block != nullptr || quantised.count > 0 : adapted && !all_quantised) return nullptr;
-  if (quantised.count > 0 && (!all_quantised || takes_rows(quantised, mlp.x) != kYes)) return nullptr;
+  if (has_adapters ? block != nullptr || !quantised.in_four_bits() : adapted && !all_quantised) return nullptr;
+  if (!has_adapters && quantised.count > 0 && (!all_quantised || takes_rows(quantised, mlp.x) != kYes)) return nullptr;
   const Owned cast_to(autocast_dtype());
   // Autocast casts for a block's norms and sum, and quantised layers have dtypes of their own.
-  if (PyErr_Occurred() || (cast_to && (block != nullptr || all_quantised))) return nullptr;
+  if (PyErr_Occurred() || (cast_to && (block != nullptr || quantised.count > 0))) return nullptr;
   for (PyObject* part : mlp.between) {
     if (!is_cast(part)) continue;
-    if (cast_to || all_quantised || has_attribute(PyTuple_GetItem(operands, layers), names().dtype, dtype) != kYes) return nullptr;
+    if (cast_to || quantised.count > 0 || has_attribute(PyTuple_GetItem(operands, layers), names().dtype, dtype) != kYes) return nullptr;
   }
   if (put(operands, 0, mlp.x) != kYes || put(operands, plain - 1, code) != kYes) return nullptr;
   PyObject* dropped = nullptr;
@@ -326,7 +335,8 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block, bool adapted
   }
   const Answer packed = attribute_is_true(mlp.pattern, names().packed);
   if (drops_any && packed != kNo) return packed == kYes && mlp.asks ? PyBool_FromLong(false) : nullptr;
-  if (has_adapters) return with_adapters(mlp.pattern, recording, dtype, operands, adapters.get());
+  if (quantised.count > 0 && packed != kNo) return nullptr;
+  if (has_adapters) return with_adapters(mlp.pattern, recording, dtype, operands, adapters.get(), offsets.get());
   const Answer followed = packed == kError ? kError : recording ? needs_gradient(operands) : kNo;
   if (followed == kError || (followed == kYes && all_quantised)) return nullptr;
   if (followed == kYes && block != nullptr) {

@@ -102,6 +102,8 @@ struct Names {
   PyObject* training_forward = PyUnicode_InternFromString("training_forward");
   PyObject* training_backward = PyUnicode_InternFromString("training_backward");
   PyObject* training_backward_ = PyUnicode_InternFromString("training_backward_");
+  PyObject* adapted_forward = PyUnicode_InternFromString("adapted_forward");
+  PyObject* adapted_backward = PyUnicode_InternFromString("adapted_backward");
   PyObject *zero = PyFloat_FromDouble(0.0), *one = PyFloat_FromDouble(1.0);
   PyObject* no_norm = PyLong_FromSsize_t(static_cast<Py_ssize_t>(NormKind::kNone));  // its code
   PyObject* scale = PyLong_FromSsize_t(static_cast<Py_ssize_t>(NormKind::kScale));   // likewise

@@ -1,7 +1,5 @@
 #include "packed_layer.h"
 
-#include <algorithm>
-
 #include "../../global_state/settings.h"
 #include "../../operands/dlpack.h"
 #include "../direct/call.h"
@@ -182,12 +180,11 @@ Answer read_packed(PyObject* layer, PyObject* known, bool recording, PyObject* d
   if (bias != Py_None && class_of(bias) != settings.parameter) return kNo;
   PackedWeight* const found = &weights->of[weights->count];
   *found = {};
-  const bool read = PyLong_AsSsize_t(PyTuple_GetItem(known, kForm)) == kFourBits
-                        ? read_four_bits(held, weight, dtype, found)
-                        : read_blocked(held, parameters, weight, found);
+  const bool four_bits = PyLong_AsSsize_t(PyTuple_GetItem(known, kForm)) == kFourBits;
+  const bool read = four_bits ? read_four_bits(held, weight, dtype, found) : read_blocked(held, parameters, weight, found);
   if (!read) return PyErr_Occurred() ? kError : kNo;
   ++weights->count;
-  said = put(operands, weight_place, Py_None);
+  said = put(operands, weight_place, four_bits ? weight : Py_None);
   return said == kYes ? put(operands, bias_place, bias) : said;
 }
 

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <algorithm>
+
 #include "../../operands/packed.h"
 #include "../answers.h"
 
@@ -10,9 +12,14 @@ struct PackedWeights {
   static constexpr int kMost = 3;
   PackedWeight of[kMost];
   int count = 0;
+
+  bool in_four_bits() const {
+    return std::none_of(of, of + count, [](const PackedWeight& weight) { return weight.blocked(); });
+  }
 };
 
-// Adds the quantised weight that a layer holds now, and puts its bias into a tuple, None into the place of the weight.
+// Adds the quantised weight that a layer holds now, and puts its bias into a tuple, and into the place of the weight
+// what bitsandbytes' layers of 4 bits have there, or None.
 // The class of the layer is known by a tuple: (attributes that are as they were read, the form of such layers, the
 // class of their weights). kNo where Python has to read it, or its product is of another dtype than this one.
 //

@@ -52,7 +52,7 @@ _kernels: Dict[Tuple[type, Callable[..., Tensor]], bool] = {}
 _linears: Dict[type, Tuple[Guards, bool]] = {}
 _OP_NAMES = ("linear", "mlp", "gated_linear", "gated_mlp", "residual_mlp", "residual_gated_mlp")
 _TRAINING_OP_NAMES = ("training_forward", "training_backward", "training_backward_")
-_TRAINING_OP_NAMES += ("norm_forward", "sum_norm_forward", "norm_backward")
+_TRAINING_OP_NAMES += ("norm_forward", "sum_norm_forward", "norm_backward", "adapted_forward", "adapted_backward")
 # Without what OpOverload does before this in Python.
 _ops = {name: getattr(getattr(native, name), "_op", None) for name in (*_OP_NAMES, *_TRAINING_OP_NAMES)}
 _act_and_mul = getattr(native.act_and_mul, "_op", None)
