@@ -341,7 +341,7 @@ def _number(offset: Tensor) -> Optional[float]:
     if offset.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     found = offset.item()
-    OFFSETS[key] = weakref.ref(offset, lambda _: OFFSETS.pop(key, None)), version, found
+    OFFSETS[key] = weakref.ref(offset, lambda _, pop=OFFSETS.pop: pop(key, None)), version, found
     return found
 
 
