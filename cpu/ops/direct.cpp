@@ -60,9 +60,7 @@ bool may_be_direct(DType dtype, int64_t rows) { return few_rows::may_pay(dtype, 
 
 std::function<void(void*)> plan_direct(const PlainMlp& mlp) {
   if (mlp.layers[0].packed != nullptr) {
-    return [=](void* out) {
-      compute(mlp, [&](const Matrix& x, void* to) { run_packed(mlp, x, to); }, out);
-    };
+    return [=](void* out) { compute(mlp, [&](const Matrix& x, void* to) { run_packed(mlp, x, to); }, out); };
   }
   if (mlp.layers[0].transposed || mlp.layers[1].transposed) return {};
   const few_rows::Layer first = layer_of(mlp, 0);

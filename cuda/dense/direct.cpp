@@ -1,9 +1,10 @@
 // MLPs and their blocks without tensors, by our kernels and torch's GEMMs.
+#include "../quantized/direct.h"
+
 #include <optional>
 
 #include "../../torch-ext/calls/direct/plain.h"
 #include "../norms/run_norm.h"
-#include "../quantized/direct.h"
 #include "../tensor_views.h"
 #include "fused_gemm.h"
 #include "torch_layer.h"

@@ -6,6 +6,7 @@ On a CPU such layers are left to their own products; here compiled code takes th
 import copy
 import importlib
 import random
+import weakref
 
 import pytest
 import torch
@@ -26,7 +27,15 @@ formats = pytest.mark.parametrize("format", FORMATS)
 
 @pytest.fixture(autouse=True)
 def taken(fused_mlp, monkeypatch):
-    """Compiled code takes quantised layers on this device, of any size."""
+    """Compiled code takes quantised layers on this device, of any size. The own products of FP8, kernels from the Hub,
+    multiply by the decoded weight."""
+
+    def multiply(x, weight, scales, block, dtype, activation_scale=None):
+        wide = fp8._dequantize_fp8_weight(weight, scales.float(), block, torch.float32)
+        return (x.float() @ wide.t()).to(dtype)
+
+    monkeypatch.setattr(fp8, "_FINEGRAINED_FP8", fp8.FineGrainedFP8(multiply, None, None))
+    monkeypatch.setenv("TRANSFORMERS_DISABLE_DEEPGEMM_LINEAR", "1")
     dispatch, quantized, running = (part_of(fused_mlp, name) for name in ("dispatch", *_MODULES))
     caches = dispatch._quantized_refusal, quantized.known
     monkeypatch.setattr(dispatch, "QUANTIZED_DEVICES", {"cuda", "cpu"})
@@ -97,6 +106,7 @@ def quantised(layer, format, device):
     made = bnb.nn.Linear4bit(width, out, biased, **options)
     made.load_state_dict(layer.state_dict())
     made = made.to(device).requires_grad_(False)
+    made.support_avx512bf16_for_cpu = False  # its own product would pack the weight anew
     if biased:
         made.bias.data = made.bias.data.to(dtype)
     return made
@@ -182,7 +192,7 @@ def test_autograd_and_autocast(fused_mlp, device, compiled, format):
     with torch.no_grad():
         fused(input_on(device))
     compiled()
-    if format != "fp8":  # whose own product is a kernel from the Hub
+    if format != "fp8":  # whose backward is a kernel from the Hub too
         fused(input_on(device).requires_grad_(True)).sum().backward()
         assert compiled() == 0
     with torch.no_grad():
@@ -191,13 +201,6 @@ def test_autograd_and_autocast(fused_mlp, device, compiled, format):
 
 
 # Changes: each a function of a layer, one of the same format beside it and the device.
-
-
-def _swapped(name):
-    def change(layer, other):
-        setattr(layer, name, getattr(other, name))
-
-    return change
 
 
 def new_weight(layer, other):
@@ -266,16 +269,16 @@ CHANGES = (
 
 
 @formats
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("path", ["q_proj", "mlp.gate_proj", "mlp.down_proj"])
 @torch.no_grad()
-def test_changes_are_seen(fused_mlp, device, format, change, path):
-    fused = block(fused_mlp, device, format)
-    assert_right(fused_mlp, fused, input_on(device))
-    layer = fused.get_submodule(path)
-    change(layer, quantised(nn.Linear(layer.in_features, layer.out_features), format, device))
-    assert_right(fused_mlp, fused, input_on(device))
-    assert_right(fused_mlp, fused, input_on(device))
+def test_changes_are_seen(fused_mlp, device, format, path):
+    for change in CHANGES:
+        fused = block(fused_mlp, device, format)
+        assert_right(fused_mlp, fused, input_on(device))
+        layer = fused.get_submodule(path)
+        change(layer, quantised(nn.Linear(layer.in_features, layer.out_features), format, device))
+        for _ in range(2):  # where Python has read it anew, compiled code may take it again
+            assert_right(fused_mlp, fused, input_on(device))
 
 
 @formats
@@ -302,8 +305,7 @@ def test_random_changes(fused_mlp, device, compiled, format, seed):
             form = next(each for each in FORMATS if is_of(layer, each))
             random.choice(CHANGES)(layer, quantised(source, form, device))
         compiled()
-        if not any(isinstance(each, fp8.FP8Linear) and each._forward_hooks for each in fused.modules()):
-            assert_right(fused_mlp, fused, input_on(device, random.choice([1, 2, 5])))
+        assert_right(fused_mlp, fused, input_on(device, random.choice([1, 2, 5])))
         taken_any += compiled()
     assert taken_any > 10
 
@@ -347,13 +349,22 @@ def of_other_scales(layer):
     layer.weight.quant_state.absmax = layer.weight.quant_state.absmax.double()
 
 
+def elsewhere(layer):
+    state = layer.weight.quant_state
+    state.absmax = state.absmax.to("cpu" if state.absmax.is_cuda else "meta")
+
+
+def offloaded(layer):
+    layer.weight.data = layer.weight.data.to("cpu" if layer.weight.is_cuda else "meta")
+
+
 def with_forward_of_its_own(layer):
     layer.forward = lambda x: x
 
 
 LEFT = (
     *(in_another_dtype, lost_state, unset, packed_anew),
-    *(with_a_call, with_an_own_weight, too_short, of_other_scales, with_forward_of_its_own),
+    *(with_a_call, with_an_own_weight, too_short, of_other_scales, elsewhere, offloaded, with_forward_of_its_own),
 )
 
 
@@ -386,8 +397,6 @@ def test_patched_classes_are_left(fused_mlp, device, monkeypatch):
 @torch.no_grad()
 def test_weights_are_not_held(fused_mlp, device):
     """Nothing keeps the memory of a weight that was replaced."""
-    import weakref
-
     fused = block(fused_mlp, device, "nested nf4")
     fused(input_on(device))
     old = weakref.ref(fused.q_proj.weight)

@@ -77,8 +77,7 @@ enum AdapterPlace : Py_ssize_t { kA, kBiasOfA, kB, kBiasOfB, kScaling, kDropout,
 // is kNo then, if the ops of this build take none. A quantised weight, of a product of this dtype, is added to the
 // others of the call.
 Answer read_adapted(PyObject* layer, bool recording, PyObject* dtype, PyObject* operands, Py_ssize_t weight_place,
-                    Py_ssize_t bias_place, PyObject* adapters, Py_ssize_t place, bool* drops,
-                    PackedWeights* quantised);
+                    Py_ssize_t bias_place, PyObject* adapters, Py_ssize_t place, bool* drops, PackedWeights* quantised);
 
 // Casts to the dtype of the weight behind them are functions; all other parts are modules or numbers.
 bool is_cast(PyObject* part);

@@ -63,8 +63,8 @@ Answer modulate(PyObject* modulation, bool wide, PyObject* x, PyObject* dtype, P
   return put(operands, place + 3, kind == NormKind::kLayer ? names().layer_of_one_more : names().rms_of_one_more);
 }
 
-// Puts what is around an MLP with so many features into a tuple, as the op has it from a place on; the probability of an
-// active dropout behind it into `dropped`.
+// Puts what is around an MLP with so many features into a tuple, as the op has it from a place on; the probability of
+// an active dropout behind it into `dropped`.
 Answer read_block(const Block& block, int64_t features, PyObject* dtype, bool recording, PyObject* operands,
                   Py_ssize_t place, PyObject** dropped) {
   if (class_of(block.residual) != settings.tensor) return kNo;
@@ -325,7 +325,9 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block, bool adapted
   if (PyErr_Occurred() || (cast_to && (block != nullptr || quantised.count > 0))) return nullptr;
   for (PyObject* part : mlp.between) {
     if (!is_cast(part)) continue;
-    if (cast_to || quantised.count > 0 || has_attribute(PyTuple_GetItem(operands, layers), names().dtype, dtype) != kYes) return nullptr;
+    if (cast_to || quantised.count > 0 ||
+        has_attribute(PyTuple_GetItem(operands, layers), names().dtype, dtype) != kYes)
+      return nullptr;
   }
   if (put(operands, 0, mlp.x) != kYes || put(operands, plain - 1, code) != kYes) return nullptr;
   PyObject* dropped = nullptr;

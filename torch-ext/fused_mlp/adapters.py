@@ -237,8 +237,8 @@ def run_parts(
     adapters: Tuple[Any, ...],
     offsets: Tuple[Optional[float], ...],
 ) -> Optional[Tensor]:
-    """The result of a pattern, of operands that compiled code has found (torch-ext/calls/parts.h), of one dtype, or with
-    adapters of float32.
+    """The result of a pattern, of operands that compiled code has found (torch-ext/calls/parts.h): all of one dtype, or
+    adapters of float32 beside others.
 
     Weights of bitsandbytes, of four bits, have ``offsets``, and others None. None where the op does not take them.
     """

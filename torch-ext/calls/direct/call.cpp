@@ -337,8 +337,8 @@ PyObject* call_directly(const DirectForm& form, PyObject* operands) {
   std::function<void(void*)> compute;
   const bool known = form.quantised != nullptr;
   const bool fits = reader.read_x(&mlp) && (known || may_be_direct(mlp.dtype, mlp.rows)) &&
-                    !true_or_raises(is_profiled) &&
-                    reader.read_others(&mlp) && !PyErr_Occurred() && succeeds([&] { compute = plan_direct(mlp); });
+                    !true_or_raises(is_profiled) && reader.read_others(&mlp) && !PyErr_Occurred() &&
+                    succeeds([&] { compute = plan_direct(mlp); });
   if (!fits || !compute) {
     is_answer();  // the op says what is wrong
     return nullptr;

@@ -13,6 +13,14 @@ namespace {
 enum Form : Py_ssize_t { kFourBits, kBlocked };
 enum KnownField : Py_ssize_t { kUnchanged, kForm, kWeightClass };
 
+#if defined(CUDA_KERNEL)
+constexpr int32_t kDeviceType = 2;  // as DLPack numbers them
+#else
+constexpr int32_t kDeviceType = 1;
+#endif
+
+bool is_on(const dlpack::Tensor& tensor, int32_t index) { return tensor.device == dlpack::Device{kDeviceType, index}; }
+
 bool is_false_or_absent(PyObject* state, PyObject* name) {
   PyObject* const value = item(state, name);
   return value == nullptr ? PyErr_Occurred() == nullptr : truth(value) == kNo;
@@ -43,8 +51,7 @@ class Held {
     PyObject* const tensor = at(name);
     if (tensor == nullptr || class_of(tensor) != kind || !read_directly(tensor, &view)) return false;
     *data = view.data;
-    return view.dtype == dlpack::kFloat32 && view.device.index == device && is_contiguous(view) &&
-           elements(view) == count;
+    return view.dtype == dlpack::kFloat32 && is_on(view, device) && is_contiguous(view) && elements(view) == count;
   }
 
   static int64_t elements(const dlpack::Tensor& view) {
@@ -85,7 +92,7 @@ bool read_nested(const Held& state, PackedWeight* w) {
   PyObject* const bytes = state.at(n.absmax);
   if (bytes == nullptr || class_of(bytes) != settings.tensor || !read_codes_directly(bytes, &scales)) return false;
   w->scales = scales.data;
-  if (!(scales.dtype == dlpack::kUint8) || scales.device.index != w->device || !is_contiguous(scales)) return false;
+  if (!(scales.dtype == dlpack::kUint8) || !is_on(scales, w->device) || !is_contiguous(scales)) return false;
   if (Held::elements(scales) != w->blocks() || !nested.integer(n.blocksize, &w->nested_block)) return false;
   const void *floats, *code;
   if (!nested.floats(n.absmax, settings.tensor, ceil_div(w->blocks(), w->nested_block), w->device, &floats) ||
@@ -113,7 +120,7 @@ bool read_four_bits(const Held& layer, PyObject* weight, PyObject* dtype, Packed
   }
   if (!Held::pair(state.at(n.shape), &w->n, &w->k) || !state.integer(n.blocksize, &w->block)) return false;
   dlpack::Tensor data, code;
-  if (!read_codes_directly(weight, &data) || !is_contiguous(data)) return false;
+  if (!read_codes_directly(weight, &data) || !is_on(data, data.device.index) || !is_contiguous(data)) return false;
   const Owned index(PyLong_FromSsize_t(data.device.index));
   PyObject* const of_device = index ? item(codes, index.get()) : nullptr;
   if (of_device == nullptr || !read_codes_directly(of_device, &code)) return false;
@@ -139,9 +146,8 @@ bool read_blocked(const Held& layer, const Held& parameters, PyObject* weight, P
     return false;
   }
   dlpack::Tensor data;
-  if (!read_codes_directly(weight, &data) || !(data.dtype == dlpack::kFp8) || data.dims != 2 || !is_contiguous(data)) {
-    return false;
-  }
+  if (!read_codes_directly(weight, &data) || !is_on(data, data.device.index)) return false;
+  if (!(data.dtype == dlpack::kFp8) || data.dims != 2 || !is_contiguous(data)) return false;
   w->coding = Coding::kFp8;
   w->device = data.device.index;
   w->data = data.data;
@@ -181,7 +187,8 @@ Answer read_packed(PyObject* layer, PyObject* known, bool recording, PyObject* d
   PackedWeight* const found = &weights->of[weights->count];
   *found = {};
   const bool four_bits = PyLong_AsSsize_t(PyTuple_GetItem(known, kForm)) == kFourBits;
-  const bool read = four_bits ? read_four_bits(held, weight, dtype, found) : read_blocked(held, parameters, weight, found);
+  const bool read =
+      four_bits ? read_four_bits(held, weight, dtype, found) : read_blocked(held, parameters, weight, found);
   if (!read) return PyErr_Occurred() ? kError : kNo;
   ++weights->count;
   said = put(operands, weight_place, four_bits ? weight : Py_None);
@@ -189,13 +196,13 @@ Answer read_packed(PyObject* layer, PyObject* known, bool recording, PyObject* d
 }
 
 Answer takes_rows(const PackedWeights& weights, PyObject* x) {
-  bool blocked = false, rounds = true;
+  if (weights.in_four_bits()) return kYes;
+  bool rounds = true;  // as _may_round_rows() of dispatch.py says
   for (int i = 0; i < weights.count; ++i) {
     const PackedWeight& weight = weights.of[i];
-    blocked = blocked || weight.blocked();
+    if (!weight.blocked()) return kNo;
     rounds = rounds && (weight.block_rows % 128 == 0 || weight.block_rows >= weight.n);
   }
-  if (!blocked) return kYes;
   const int64_t elements = number_of_elements(x), width = elements < 0 ? -1 : size_of_last(x);
   if (width <= 0) return width < 0 ? kError : kNo;
   const int64_t rows = elements / width;

@@ -27,8 +27,8 @@ struct PackedWeights {
 Answer read_packed(PyObject* layer, PyObject* known, bool recording, PyObject* dtype, PyObject* operands,
                    Py_ssize_t weight_place, Py_ssize_t bias_place, PackedWeights* weights);
 
-// True if layers with weights of this format are not left to their own products of so many rows, as those are that
-// round x too.
+// True if these weights are of formats that go together, and are not left to their layers' own products of so many
+// rows, as those are that round x too.
 Answer takes_rows(const PackedWeights& weights, PyObject* x);
 
 }  // namespace fused_mlp
