@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import machine
-from modules import Gated
+from modules import Gated, PackedGated
 from safety import assert_close
 
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes does not load on this machine", exc_type=ImportError)
@@ -133,26 +133,29 @@ def product(fused_mlp, layer, x):
 
 
 def expected(fused_mlp, mlp, x):
-    hidden = F.silu(product(fused_mlp, mlp.gate_proj, x)) * product(fused_mlp, mlp.up_proj, x)
-    return product(fused_mlp, mlp.down_proj, hidden)
+    if isinstance(mlp, PackedGated):
+        gate, up = product(fused_mlp, mlp.gate_up_proj, x).chunk(2, dim=-1)
+    else:
+        gate, up = product(fused_mlp, mlp.gate_proj, x), product(fused_mlp, mlp.up_proj, x)
+    return product(fused_mlp, mlp.down_proj, F.silu(gate) * up)
 
 
 class Block(nn.Module):
     """A layer that is an attention's projection, and the block of an MLP behind a norm."""
 
-    def __init__(self, bias):
+    def __init__(self, mlp, bias):
         super().__init__()
         self.q_proj = nn.Linear(WIDTH, WIDTH, bias)
         self.norm = nn.LayerNorm(WIDTH)
-        self.mlp = Gated(bias=bias, sizes=(WIDTH, HIDDEN, WIDTH))
+        self.mlp = mlp(bias=bias, sizes=(WIDTH, HIDDEN, WIDTH))
 
     def forward(self, x):
         x = self.q_proj(x)
         return x + self.mlp(self.norm(x))
 
 
-def block(fused_mlp, device, format, bias=True):
-    made = Block(bias).to(device, dtype_on(device))
+def block(fused_mlp, device, format, mlp=Gated, bias=True):
+    made = Block(mlp, bias).to(device, dtype_on(device))
     for path, layer in list(made.named_modules()):
         if type(layer) is nn.Linear:
             made.set_submodule(path, quantised(layer.float().cpu(), format, device))
@@ -174,10 +177,11 @@ def input_on(device, rows=3):
 
 @formats
 @pytest.mark.parametrize("bias", [True, False], ids=["biases", "no biases"])
+@pytest.mark.parametrize("mlp", [Gated, PackedGated])
 @torch.no_grad()
-def test_values(fused_mlp, device, compiled, format, bias):
+def test_values(fused_mlp, device, compiled, format, mlp, bias):
     """The projection is one call, and the block of the MLP another one."""
-    fused = block(fused_mlp, device, format, bias)
+    fused = block(fused_mlp, device, format, mlp, bias)
     fused(input_on(device))  # Python reads each class once
     for rows in (1, 3, 16):
         compiled()
@@ -355,7 +359,9 @@ def elsewhere(layer):
 
 
 def offloaded(layer):
-    layer.weight.data = layer.weight.data.to("cpu" if layer.weight.is_cuda else "meta")
+    held = layer.weight
+    data = held.data.to("cpu" if held.is_cuda else "meta")
+    layer.weight = bnb.nn.Params4bit(data, quant_state=held.quant_state, bnb_quantized=True)
 
 
 def with_forward_of_its_own(layer):

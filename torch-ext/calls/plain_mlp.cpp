@@ -337,7 +337,7 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block, bool adapted
   }
   const Answer packed = attribute_is_true(mlp.pattern, names().packed);
   if (drops_any && packed != kNo) return packed == kYes && mlp.asks ? PyBool_FromLong(false) : nullptr;
-  if (quantised.count > 0 && packed != kNo) return nullptr;
+  if (has_adapters && quantised.count > 0 && packed != kNo) return nullptr;
   if (has_adapters) return with_adapters(mlp.pattern, recording, dtype, operands, adapters.get(), offsets.get());
   const Answer followed = packed == kError ? kError : recording ? needs_gradient(operands) : kNo;
   if (followed == kError || (followed == kYes && all_quantised)) return nullptr;

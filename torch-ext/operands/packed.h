@@ -1,5 +1,7 @@
 #pragma once
 
+#include <optional>
+
 #include "matrix.h"
 
 namespace fused_mlp {
@@ -30,5 +32,30 @@ struct PackedWeight {
   int64_t blocks() const { return blocked() ? ceil_div(n, block_rows) * blocks_of_row() : ceil_div(elements(), block); }
   int64_t bytes() const { return in_bytes(coding) ? elements() : blocked() ? elements() / 2 : ceil_div(elements(), 2); }
 };
+
+// The first or the second half of the rows of a weight; nothing where a block, or one of nested scales, reaches across
+// the middle.
+inline std::optional<PackedWeight> half_of(const PackedWeight& both, bool second) {
+  const int64_t n = both.n / 2, elements = n * both.k;
+  if (both.n % 2 != 0 || elements % 2 != 0) return {};
+  const auto behind = [](const void* data, int64_t bytes) -> const void* {
+    return static_cast<const char*>(data) + bytes;
+  };
+  PackedWeight half = both;
+  half.n = n;
+  int64_t blocks = 0;  // of the first half
+  if (both.blocked() && both.block_rows < both.n) {
+    if (n % both.block_rows != 0) return {};
+    blocks = n / both.block_rows * both.blocks_of_row();
+  } else if (!both.blocked()) {
+    blocks = elements / both.block;
+    if (elements % (2 * both.block) != 0 || (both.nested() && blocks % both.nested_block != 0)) return {};
+  }
+  if (!second) return half;
+  half.data = behind(both.data, in_bytes(both.coding) ? elements : elements / 2);
+  half.scales = behind(both.scales, both.nested() ? blocks : blocks * static_cast<int64_t>(sizeof(float)));
+  if (both.nested()) half.nested_scales += blocks / both.nested_block;
+  return half;
+}
 
 }  // namespace fused_mlp

@@ -77,7 +77,7 @@ class Reader {
     return read_norm(place, x, norm);
   }
 
-  bool read_others(PlainMlp* mlp) const { return read_layers(mlp) && (!form_.block || read_block(mlp)); }
+  bool read_others(PlainMlp* mlp) { return read_layers(mlp) && (!form_.block || read_block(mlp)); }
 
   // Makes the tensor of the result, whose sizes are those of x but for the last.
   PyObject* new_result(int64_t out) const {
@@ -131,22 +131,22 @@ class Reader {
   }
 
   // Reads layers whose weights are quantised.
-  bool read_quantised(PlainMlp* mlp) const {
-    const Py_ssize_t biases = 1 + form_.weights, parts = form_.gated ? 2 : 1;
+  bool read_quantised(PlainMlp* mlp) {
+    const Py_ssize_t biases = 1 + form_.weights, parts = form_.gated && !form_.packed ? 2 : 1;
     const PackedWeight* const weights = form_.quantised;
-    if (form_.packed) return false;
-    mlp->count = form_.weights > parts ? 2 : 1;
-    for (Py_ssize_t i = 0; i < form_.weights; ++i) {
-      if (weights[i].k != (i < parts ? mlp->in : weights[0].n) || weights[i].device != x_.device.index) return false;
-    }
-    if (weights[0].n != weights[parts - 1].n) return false;
     PlainLayer &first = mlp->layers[0], &second = mlp->layers[1];
+    mlp->count = form_.weights > parts ? 2 : 1;
     first.packed = &weights[0];
     first.up_packed = parts == 2 ? &weights[1] : nullptr;
     first.out = weights[0].n;
     first.activation = integer(biases + form_.weights);
     if (!read_vector(biases, first.out, &first.bias)) return false;
     if (parts == 2 && !read_vector(biases + 1, first.out, &first.up_bias)) return false;
+    if (form_.packed && !split(mlp->dtype, &first)) return false;
+    for (Py_ssize_t i = 0; i < form_.weights; ++i) {
+      if (weights[i].k != (i < parts ? mlp->in : first.out) || weights[i].device != x_.device.index) return false;
+    }
+    if (first.up_packed != nullptr && first.up_packed->n != first.out) return false;
     if (mlp->count == 1) return true;
     second.packed = &weights[parts];
     second.out = weights[parts].n;
@@ -154,7 +154,7 @@ class Reader {
     return read_vector(biases + parts, second.out, &second.bias);
   }
 
-  bool read_layers(PlainMlp* mlp) const {
+  bool read_layers(PlainMlp* mlp) {
     if (form_.quantised != nullptr) return read_quantised(mlp);
     const Py_ssize_t biases = 1 + form_.weights, parts = form_.gated && !form_.packed ? 2 : 1;
     PlainLayer& first = mlp->layers[0];
@@ -185,18 +185,28 @@ class Reader {
   }
 
   // Makes a layer of gate and up, which are packed in one, gated.
-  bool split(DType dtype, PlainLayer* layer) const {
+  bool split(DType dtype, PlainLayer* layer) {
     if (layer->out % 2 != 0) return false;
     layer->out /= 2;
     const auto behind = [&](const void* data, int64_t elements) {
       return static_cast<const char*>(data) + elements * element_bytes(dtype);
     };
-    const int64_t stride = layer->weight.row_stride;
-    const int64_t half = layer->transposed ? layer->out : layer->out * stride;
-    layer->up_weight = {const_cast<char*>(behind(layer->weight.data, half)), stride};
+    if (layer->packed != nullptr) {
+      for (int i = 0; i < 2; ++i) {
+        const auto half = half_of(*layer->packed, i == 1);
+        if (!half) return false;
+        halves_[i] = *half;
+      }
+      layer->packed = &halves_[0], layer->up_packed = &halves_[1];
+    } else {
+      const int64_t stride = layer->weight.row_stride;
+      const int64_t half = layer->transposed ? layer->out : layer->out * stride;
+      layer->up_weight = {const_cast<char*>(behind(layer->weight.data, half)), stride};
+    }
     if (layer->bias != nullptr) layer->up_bias = behind(layer->bias, layer->out);
     if (form_.up_first) {
       std::swap(layer->weight, layer->up_weight);
+      std::swap(layer->packed, layer->up_packed);
       std::swap(layer->bias, layer->up_bias);
     }
     return true;
@@ -246,6 +256,7 @@ class Reader {
   const DirectForm& form_;
   PyObject* const operands_;
   dlpack::Tensor x_;
+  PackedWeight halves_[2];  // of one that holds gate and up
 };
 
 }  // namespace
