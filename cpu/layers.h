@@ -4,6 +4,7 @@
 
 #include <optional>
 
+#include "../torch-ext/calls/direct/plain.h"
 #include "../torch-ext/operands/activation.h"
 #include "../torch-ext/ops/plan.h"
 #include "../torch-ext/torch_binding.h"
@@ -80,5 +81,8 @@ void run_rows(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* out
 
 // Runs both layers for x [..., in], or, without `output`, the hidden one.
 Tensor run_layers(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* output);
+
+// Computes the layers of an MLP whose weights are quantised, of these rows, into adjacent ones.
+void run_packed(const PlainMlp& mlp, const Matrix& x, void* out);
 
 }  // namespace fused_mlp

@@ -1,8 +1,10 @@
 // MLPs and their blocks on few rows, without tensors.
 #include <memory>
+#include <optional>
 
 #include "../../torch-ext/calls/direct/plain.h"
 #include "../few_rows/few_rows_mlp.h"
+#include "../layers.h"
 #include "norms.h"
 
 namespace fused_mlp {
@@ -20,7 +22,9 @@ few_rows::Layer layer_of(const PlainMlp& mlp, int number) {
           layer.activation};
 }
 
-void compute(const PlainMlp& mlp, const few_rows::Layer& first, const few_rows::Layer* second, void* out) {
+// Computes what `layers` does, which gives a matrix that it is given the result of x, and what is around it.
+template <typename Layers>
+void compute(const PlainMlp& mlp, const Layers& layers, void* out) {
   const PointwiseShape in{mlp.dtype, mlp.rows, mlp.in};
   const PointwiseShape result{mlp.dtype, mlp.rows, mlp.layers[mlp.count - 1].out};
   Matrix x = mlp.x;
@@ -30,9 +34,19 @@ void compute(const PlainMlp& mlp, const few_rows::Layer& first, const few_rows::
     x = {normed.get(), mlp.in};
     norm_rows(in, mlp.first, mlp.x, kNoMatrix, x);
   }
-  few_rows::run(x, mlp.rows, first, second, out);
+  layers(x, out);
   const Matrix values{out, result.cols};
   if (mlp.residual.data != nullptr) norm_rows(result, mlp.last, values, mlp.residual, values);
+}
+
+std::function<void(void*)> steps_of(const PlainMlp& mlp, const few_rows::Layer& first,
+                                    const std::optional<few_rows::Layer>& second) {
+  return [=](void* out) {
+    const auto run = [&](const Matrix& x, void* to) {
+      few_rows::run(x, mlp.rows, first, second ? &*second : nullptr, to);
+    };
+    compute(mlp, run, out);
+  };
 }
 
 }  // namespace
@@ -45,15 +59,15 @@ bool norm_directly(const PlainNorm& p, void* out) {
 bool may_be_direct(DType dtype, int64_t rows) { return few_rows::may_pay(dtype, rows); }
 
 std::function<void(void*)> plan_direct(const PlainMlp& mlp) {
+  if (mlp.layers[0].packed != nullptr) {
+    return [=](void* out) { compute(mlp, [&](const Matrix& x, void* to) { run_packed(mlp, x, to); }, out); };
+  }
   if (mlp.layers[0].transposed || mlp.layers[1].transposed) return {};
   const few_rows::Layer first = layer_of(mlp, 0);
-  if (mlp.count == 1) {
-    if (!few_rows::take(mlp.rows, first, nullptr, false)) return {};
-    return [=](void* out) { compute(mlp, first, nullptr, out); };
-  }
-  const few_rows::Layer second = layer_of(mlp, 1);
-  if (!few_rows::take(mlp.rows, first, &second, false)) return {};
-  return [=](void* out) { compute(mlp, first, &second, out); };
+  std::optional<few_rows::Layer> second;
+  if (mlp.count == 2) second = layer_of(mlp, 1);
+  return few_rows::take(mlp.rows, first, second ? &*second : nullptr, false) ? steps_of(mlp, first, second)
+                                                                             : std::function<void(void*)>();
 }
 
 }  // namespace fused_mlp

@@ -16,24 +16,22 @@ namespace {
 using torch::headeronly::Float8_e4m3fn;
 using torch::headeronly::ScalarType;
 
-float scale_of(const QuantizedWeight& weight, int64_t block) {
-  if (!weight.nested()) return static_cast<const float*>(weight.scales.const_data_ptr())[block];
-  const auto* const nested_scales = static_cast<const float*>(weight.nested_scales->const_data_ptr());
-  const auto* const nested_code = static_cast<const float*>(weight.nested_code->const_data_ptr());
-  const uint8_t code = static_cast<const uint8_t*>(weight.scales.const_data_ptr())[block];
-  const volatile float product = nested_code[code] * nested_scales[block / weight.nested_block];  // rounded by itself
+float scale_of(const PackedWeight& weight, int64_t block) {
+  if (!weight.nested()) return static_cast<const float*>(weight.scales)[block];
+  const uint8_t code = static_cast<const uint8_t*>(weight.scales)[block];
+  const volatile float product =
+      weight.nested_code[code] * weight.nested_scales[block / weight.nested_block];  // rounded by itself
   return product + static_cast<float>(weight.offset);
 }
 
 // A block has 16 values, which are rounded once for all its elements.
 template <typename T>
-void decode_blocks(const QuantizedWeight& weight, int64_t first, int64_t last, T* out) {
-  const auto* const data = static_cast<const uint8_t*>(weight.data.const_data_ptr());
-  const auto* const code = static_cast<const float*>(weight.code->const_data_ptr());
+void decode_blocks(const PackedWeight& weight, int64_t first, int64_t last, T* out) {
+  const auto* const data = static_cast<const uint8_t*>(weight.data);
   for (int64_t block = first; block < last; ++block) {
     const float scale = scale_of(weight, block);
     T values[16];
-    for (int i = 0; i < 16; ++i) values[i] = static_cast<T>(code[i] * scale);
+    for (int i = 0; i < 16; ++i) values[i] = static_cast<T>(weight.code[i] * scale);
     int64_t i = block * weight.block;
     const int64_t end = std::min(weight.elements(), i + weight.block);
     if (i < end && i % 2 == 1) {
@@ -50,12 +48,12 @@ void decode_blocks(const QuantizedWeight& weight, int64_t first, int64_t last, T
 }
 
 // The values of a format's codes, of a byte or of half of one.
-std::array<float, 256> values_of(const QuantizedWeight& weight) {
+std::array<float, 256> values_of(const PackedWeight& weight) {
   std::array<float, 256> values;
   for (int i = 0; i < 256; ++i) {
-    if (weight.int4()) {
+    if (weight.coding == Coding::kInt4) {
       values[i] = static_cast<float>(i % 16);
-    } else if (weight.int8()) {
+    } else if (weight.coding == Coding::kInt8) {
       values[i] = static_cast<float>(static_cast<int8_t>(i));
     } else {
       values[i] = Float8_e4m3fn(static_cast<uint8_t>(i), Float8_e4m3fn::from_bits());
@@ -65,11 +63,11 @@ std::array<float, 256> values_of(const QuantizedWeight& weight) {
 }
 
 template <typename T>
-void decode_rows(const QuantizedWeight& weight, const std::array<float, 256>& values, int64_t first, int64_t last,
+void decode_rows(const PackedWeight& weight, const std::array<float, 256>& values, int64_t first, int64_t last,
                  T* out) {
-  const auto* const data = static_cast<const uint8_t*>(weight.data.const_data_ptr());
-  const auto* const scales = static_cast<const float*>(weight.scales.const_data_ptr());
-  const bool halves = weight.int4();
+  const auto* const data = static_cast<const uint8_t*>(weight.data);
+  const auto* const scales = static_cast<const float*>(weight.scales);
+  const bool halves = weight.coding == Coding::kInt4;
   for (int64_t row = first; row < last; ++row) {
     const float* const of_row = scales + row / weight.block_rows * weight.blocks_of_row();
     for (int64_t begin = 0; begin < weight.k; begin += weight.block) {
@@ -87,9 +85,9 @@ void decode_rows(const QuantizedWeight& weight, const std::array<float, 256>& va
 
 }  // namespace
 
-Tensor decoded(const QuantizedWeight& weight, ScalarType dtype) {
+Tensor decoded(const PackedWeight& weight, const Tensor& like, ScalarType dtype) {
   const std::vector<int64_t> sizes{weight.n, weight.k};
-  const Tensor out = new_dense(weight.data, sizes, dtype);
+  const Tensor out = new_dense(like, sizes, dtype);
   const auto fill = [&]<typename T>(T*) {
     auto* const elements = static_cast<T*>(out.mutable_data_ptr());
     if (weight.blocked()) {

@@ -1,4 +1,6 @@
 // MLPs and their blocks without tensors, by our kernels and torch's GEMMs.
+#include "../quantized/direct.h"
+
 #include <optional>
 
 #include "../../torch-ext/calls/direct/plain.h"
@@ -85,6 +87,7 @@ bool may_be_direct(DType, int64_t) { return true; }
 std::function<void(void*)> plan_direct(const PlainMlp& mlp) {
   int current = -1;
   if (cudaGetDevice(&current) != cudaSuccess || current != mlp.device) return {};
+  if (mlp.layers[0].packed != nullptr) return plan_quantized_direct(mlp, gpu(mlp.device));
   const bool normed = mlp.first.kind != NormKind::kNone;
   const Matrix x = normed ? Matrix{nullptr, mlp.in} : mlp.x;
   Steps steps{mlp,

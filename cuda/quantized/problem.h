@@ -3,16 +3,11 @@
 
 #include <cstdint>
 
+#include "../../torch-ext/operands/packed.h"
 #include "../../torch-ext/operands/zero_point.h"
 #include "../gemm/problem.h"
 
 namespace fused_mlp {
-
-// The codes of a weight: one of 16 values, two to a byte, the first in the high half; 0 to 15 in their
-// place, less the zero point of their block, the first in the low half; or e4m3, or int8.
-enum class Coding { kFourBits, kInt4, kFp8, kInt8 };
-
-constexpr bool in_bytes(Coding coding) { return coding == Coding::kFp8 || coding == Coding::kInt8; }
 
 constexpr int kCodedBlock = 64;  // elements of k that streamed kernels take at a time
 constexpr int tiled_block_k(Coding coding) { return in_bytes(coding) ? 2 * kCodedBlock : kCodedBlock; }

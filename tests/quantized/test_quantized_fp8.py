@@ -54,7 +54,7 @@ def own(monkeypatch):
 
 
 @pytest.fixture
-def ops(fused_mlp, monkeypatch):
+def ops(fused_mlp, monkeypatch, dispatched):
     quantized = sys.modules[f"{fused_mlp.__name__}.quantized.weights"]
     called, op = [], quantized.run
     monkeypatch.setattr(quantized, "run", lambda *given: (called.append("packed"), op(*given))[1])

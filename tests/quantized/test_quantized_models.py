@@ -50,8 +50,9 @@ def forced(fused_mlp):
 
 
 @pytest.fixture
-def ops(fused_mlp, monkeypatch):
-    """The calls of ops on quantised weights: "packed" of those read as they are, "decoded" each way."""
+def ops(fused_mlp, monkeypatch, dispatched):
+    """The calls of ops on quantised weights: "packed" of those read as they are, "decoded" each way. What compiled code
+    takes is in test_quantized_guards.py."""
     adapters, quantized = (sys.modules[f"{fused_mlp.__name__}.{name}"] for name in ("adapters", "quantized.weights"))
     called = []
     for owner, name, word in (

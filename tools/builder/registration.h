@@ -67,7 +67,9 @@
 #pragma weak PyTuple_Type
 #pragma weak PyType_GetFlags
 #pragma weak PyType_IsSubtype
+#pragma weak PyUnicode_CompareWithASCIIString
 #pragma weak PyUnicode_InternFromString
+#pragma weak PyWeakref_GetObject
 #pragma weak _Py_Dealloc
 #pragma weak _Py_FalseStruct
 #pragma weak _Py_NoneStruct

@@ -247,19 +247,25 @@ Answer read_linear(PyObject* layer, bool recording, PyObject* operands, Py_ssize
   return weight ? put(operands, weight_place, weight.get()) : kError;
 }
 
-Answer read_adapted(PyObject* layer, bool recording, PyObject* operands, Py_ssize_t weight_place, Py_ssize_t bias_place,
-                    PyObject* adapters, Py_ssize_t place, bool* drops) {
+Answer read_adapted(PyObject* layer, bool recording, PyObject* dtype, PyObject* operands, Py_ssize_t weight_place,
+                    Py_ssize_t bias_place, PyObject* adapters, Py_ssize_t place, bool* drops,
+                    PackedWeights* quantised) {
+  const auto read_base = [&](PyObject* base) {
+    PyObject* const known = item(settings.quantised, class_of(base));
+    if (known == nullptr) return read_linear(base, recording, operands, weight_place, bias_place);
+    return read_packed(base, known, recording, dtype, operands, weight_place, bias_place, quantised);
+  };
   for (Py_ssize_t i = 0; i < kAdapterPlaces; ++i) {
     PyObject* const neutral = i == kScaling ? names().one : i == kDropout ? names().zero : Py_None;
     if (put(adapters, place + i, neutral) != kYes) return kError;
   }
   PyObject* const unchanged = item(settings.adapters, class_of(layer));
   if (unchanged == nullptr) {
-    return PyErr_Occurred() ? kError : read_linear(layer, recording, operands, weight_place, bias_place);
+    return PyErr_Occurred() ? kError : read_base(layer);
   }
   PyObject* const state = state_of(layer);
   if (state == nullptr) return kError;
-  const Answer called = is_bare(layer, state, recording);
+  const Answer called = is_bare(layer, state, recording, true);
   if (called != kYes) return called;
   const Answer same = are_unchanged(unchanged);
   if (same != kYes) return same;
@@ -271,7 +277,7 @@ Answer read_adapted(PyObject* layer, bool recording, PyObject* operands, Py_ssiz
   }
   PyObject* const base = child(n.base_layer);
   if (base == nullptr) return PyErr_Occurred() ? kError : kNo;
-  const Answer read = read_linear(base, recording, operands, weight_place, bias_place);
+  const Answer read = read_base(base);
   if (read != kYes) return read;
   const Py_ssize_t merged = PyObject_Size(item(state, n.merged));
   const bool disabled = item(state, n.disabled) != Py_False;

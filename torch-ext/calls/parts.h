@@ -3,6 +3,7 @@
 #include <span>
 
 #include "answers.h"
+#include "quantized/packed_layer.h"
 
 // The parts of an MLP as modules have them: whether each is plain, and what it holds.
 namespace fused_mlp {
@@ -73,9 +74,10 @@ enum AdapterPlace : Py_ssize_t { kA, kBiasOfA, kB, kBiasOfB, kScaling, kDropout,
 
 // The same of a layer that may have an adapter of PEFT's LoRA, in the common case: none, one that is active, or those
 // that are merged into the weight. `*drops` becomes true where a dropout in front of an adapter is active; the answer
-// is kNo then, if the ops of this build take none.
-Answer read_adapted(PyObject* layer, bool recording, PyObject* operands, Py_ssize_t weight_place, Py_ssize_t bias_place,
-                    PyObject* adapters, Py_ssize_t place, bool* drops);
+// is kNo then, if the ops of this build take none. A quantised weight, of a product of this dtype, is added to the
+// others of the call.
+Answer read_adapted(PyObject* layer, bool recording, PyObject* dtype, PyObject* operands, Py_ssize_t weight_place,
+                    Py_ssize_t bias_place, PyObject* adapters, Py_ssize_t place, bool* drops, PackedWeights* quantised);
 
 // Casts to the dtype of the weight behind them are functions; all other parts are modules or numbers.
 bool is_cast(PyObject* part);

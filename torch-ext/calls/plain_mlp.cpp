@@ -63,10 +63,10 @@ Answer modulate(PyObject* modulation, bool wide, PyObject* x, PyObject* dtype, P
   return put(operands, place + 3, kind == NormKind::kLayer ? names().layer_of_one_more : names().rms_of_one_more);
 }
 
-// Puts what is around an MLP into a tuple, as the op has it from a place on; the probability of an active dropout
-// behind it into `dropped`.
-Answer read_block(const Block& block, PyObject* dtype, bool recording, PyObject* operands, Py_ssize_t place,
-                  PyObject** dropped) {
+// Puts what is around an MLP with so many features into a tuple, as the op has it from a place on; the probability of
+// an active dropout behind it into `dropped`.
+Answer read_block(const Block& block, int64_t features, PyObject* dtype, bool recording, PyObject* operands,
+                  Py_ssize_t place, PyObject** dropped) {
   if (class_of(block.residual) != settings.tensor) return kNo;
   PyObject* last = norm_behind(block.behind, recording, dropped);
   if (last == nullptr) return PyErr_Occurred() ? kError : kNo;
@@ -96,7 +96,7 @@ Answer read_block(const Block& block, PyObject* dtype, bool recording, PyObject*
     }
   }
   if (read != kYes || last == Py_None) return read;
-  const int64_t features = size_of_first(PyTuple_GetItem(operands, place / 2 - 1));  // those of the last weight
+  if (features < 0) features = size_of_first(PyTuple_GetItem(operands, place / 2 - 1));  // those of the last weight
   if (features < 0) return kError;
   return read_norm(last, features, dtype, recording, operands, place + 6);
 }
@@ -172,12 +172,13 @@ PyObject* faster_parts(PyObject* pattern, bool packed, PyObject* dtype, PyObject
 }
 
 // The result of the op past torch's dispatcher; nullptr without an error where it has to be called.
-PyObject* called_directly(PyObject* pattern, bool packed, Py_ssize_t layers, bool block, PyObject* operands) {
+PyObject* called_directly(PyObject* pattern, bool packed, Py_ssize_t layers, bool block, PyObject* operands,
+                          const PackedWeight* quantised) {
   const Answer gated = attribute_is_true(pattern, names().gated);
   if (gated == kError) return nullptr;
   const Answer up_first = packed ? attribute_is_true(pattern, names().up_first) : kNo;
   if (up_first == kError) return nullptr;
-  return call_directly({layers, gated == kYes, packed, up_first == kYes, block}, operands);
+  return call_directly({layers, gated == kYes, packed, up_first == kYes, block, quantised}, operands);
 }
 
 // True if the code of an activation is that of none: the op of a block with a single layer applies none.
@@ -199,16 +200,19 @@ PyObject* operands_of_op(Py_ssize_t layers, PyObject* operands) {
   return given.release();
 }
 
-// The result of layers some of which have adapters, all of one dtype; nullptr without an error where they are not.
-PyObject* with_adapters(PyObject* pattern, bool recording, PyObject* dtype, PyObject* operands, PyObject* adapters) {
-  for (PyObject* each : {operands, adapters}) {
-    if (are_of(each, dtype) != kYes) return nullptr;
-  }
+// The result of layers of one dtype some of which have adapters, of it or of float32; nullptr without an error where
+// they are of others.
+// `offsets` are those of quantised weights, None of others.
+PyObject* with_adapters(PyObject* pattern, bool recording, PyObject* dtype, PyObject* operands, PyObject* adapters,
+                        PyObject* offsets) {
+  Answer alike = are_of(adapters, dtype);
+  if (alike == kNo) alike = are_of(adapters, settings.float32);
+  if (alike != kYes || are_of(operands, dtype) != kYes) return nullptr;
   Answer followed = recording ? needs_gradient(operands) : kNo;
   if (followed == kNo && recording) followed = needs_gradient(adapters);
   if (followed == kError) return nullptr;
   PyObject* const recorded = followed == kYes ? Py_True : Py_False;
-  return PyObject_CallFunctionObjArgs(settings.adapted, pattern, recorded, operands, adapters, nullptr);
+  return PyObject_CallFunctionObjArgs(settings.adapted, pattern, recorded, operands, adapters, offsets, nullptr);
 }
 
 }  // namespace
@@ -296,31 +300,47 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block, bool adapted
   const Owned adapters(PyTuple_New(layers * kAdapterPlaces));
   if (!adapters) return nullptr;
   bool has_adapters = false, drops_any = false;
+  PackedWeights quantised;
+  const Owned offsets(PyTuple_New(layers));
+  if (!offsets) return nullptr;
   for (Py_ssize_t i = 0; i < layers; ++i) {
     const Py_ssize_t place = i * kAdapterPlaces;
     bool drops = false;
-    const Answer read =
-        read_adapted(mlp.projections[i], recording, operands, 1 + i, 1 + layers + i, adapters.get(), place, &drops);
+    const int before = quantised.count;
+    const Answer read = read_adapted(mlp.projections[i], recording, dtype, operands, 1 + i, 1 + layers + i,
+                                     adapters.get(), place, &drops, &quantised);
     if (drops && read == kNo && mlp.asks) return PyBool_FromLong(false);
     if (read != kYes) return nullptr;
+    const bool added = quantised.count > before;
+    const Owned offset(added ? PyFloat_FromDouble(quantised.of[before].offset) : nullptr);
+    if (put(offsets.get(), i, offset ? offset.get() : Py_None) != kYes) return nullptr;
     drops_any = drops_any || drops;
     has_adapters = has_adapters || PyTuple_GetItem(adapters.get(), place + kA) != Py_None;
   }
-  if (has_adapters ? block != nullptr : adapted) return nullptr;
+  const bool all_quantised = quantised.count == layers;
+  if (has_adapters ? block != nullptr || !quantised.in_four_bits() : adapted && !all_quantised) return nullptr;
+  if (!has_adapters && quantised.count > 0 && (!all_quantised || takes_rows(quantised, mlp.x) != kYes)) return nullptr;
   const Owned cast_to(autocast_dtype());
-  if (PyErr_Occurred() || (cast_to && block != nullptr)) return nullptr;  // autocast casts for a block's norms and sum
+  // Autocast casts for a block's norms and sum, and quantised layers have dtypes of their own.
+  if (PyErr_Occurred() || (cast_to && (block != nullptr || quantised.count > 0))) return nullptr;
   for (PyObject* part : mlp.between) {
     if (!is_cast(part)) continue;
-    if (cast_to || has_attribute(PyTuple_GetItem(operands, layers), names().dtype, dtype) != kYes) return nullptr;
+    if (cast_to || quantised.count > 0 ||
+        has_attribute(PyTuple_GetItem(operands, layers), names().dtype, dtype) != kYes)
+      return nullptr;
   }
   if (put(operands, 0, mlp.x) != kYes || put(operands, plain - 1, code) != kYes) return nullptr;
   PyObject* dropped = nullptr;
-  if (block != nullptr && read_block(*block, dtype, recording, operands, plain, &dropped) != kYes) return nullptr;
+  const int64_t features = all_quantised ? quantised.of[layers - 1].n : -1;
+  if (block != nullptr && read_block(*block, features, dtype, recording, operands, plain, &dropped) != kYes) {
+    return nullptr;
+  }
   const Answer packed = attribute_is_true(mlp.pattern, names().packed);
   if (drops_any && packed != kNo) return packed == kYes && mlp.asks ? PyBool_FromLong(false) : nullptr;
-  if (has_adapters) return with_adapters(mlp.pattern, recording, dtype, operands, adapters.get());
+  if (has_adapters && quantised.count > 0 && packed != kNo) return nullptr;
+  if (has_adapters) return with_adapters(mlp.pattern, recording, dtype, operands, adapters.get(), offsets.get());
   const Answer followed = packed == kError ? kError : recording ? needs_gradient(operands) : kNo;
-  if (followed == kError) return nullptr;
+  if (followed == kError || (followed == kYes && all_quantised)) return nullptr;
   if (followed == kYes && block != nullptr) {
     const bool drops = dropped == nullptr || settings.drops == Py_True;
     const bool recorded = drops && little == kNo && is_recorded_block(*block, mlp, operands, plain) == kYes;
@@ -338,8 +358,9 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block, bool adapted
     return alone ? PyObject_CallFunctionObjArgs(settings.composed, mlp.pattern, operands, nullptr) : nullptr;
   }
   if (followed == kNo) {
-    PyObject* const result = called_directly(mlp.pattern, packed == kYes, layers, block != nullptr, operands);
-    if (result != nullptr || PyErr_Occurred()) return result;
+    PyObject* const result = called_directly(mlp.pattern, packed == kYes, layers, block != nullptr, operands,
+                                             all_quantised ? quantised.of : nullptr);
+    if (result != nullptr || all_quantised || PyErr_Occurred()) return result;
   }
   if (packed == kYes && block != nullptr) return PyTuple_Pack(2, mlp.pattern, operands);
   PyObject* const parts = followed == kYes ? faster_parts(mlp.pattern, packed == kYes, dtype, operands) : nullptr;

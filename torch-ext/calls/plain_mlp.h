@@ -69,7 +69,7 @@ Answer is_left(const Mlp& mlp, PyObject* code, PyObject* dtype, const Block& blo
 //
 // False is an answer where autograd follows, and a block does too little for an op.
 //
-// If `adapted`, it is known only if a projection has an adapter.
+// If `adapted`, it is known only if a projection has an adapter, or a quantised weight.
 PyObject* fused(const Mlp& mlp, bool recording, const Block* block = nullptr, bool adapted = false);
 
 }  // namespace fused_mlp

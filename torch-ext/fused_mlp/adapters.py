@@ -230,10 +230,17 @@ def in_one_op(
     return _op(x, tensors, layers, factors, activation, memory, calls.autograd_follows(x, *tensors))
 
 
-def run_parts(pattern: Any, recorded: bool, operands: Tuple[Any, ...], adapters: Tuple[Any, ...]) -> Optional[Tensor]:
-    """The result of a pattern, of operands that compiled code has found (torch-ext/calls/parts.h), all of one dtype.
+def run_parts(
+    pattern: Any,
+    recorded: bool,
+    operands: Tuple[Any, ...],
+    adapters: Tuple[Any, ...],
+    offsets: Tuple[Optional[float], ...],
+) -> Optional[Tensor]:
+    """The result of a pattern, of operands that compiled code has found (torch-ext/calls/parts.h): all of one dtype, or
+    adapters of float32 beside others.
 
-    None where the op does not take them.
+    Weights of bitsandbytes, of four bits, have ``offsets``, and others None. None where the op does not take them.
     """
     x, *given, code = operands
     if torch._C._is_any_autocast_enabled() and calls.autocast((x,))[0].dtype is not x.dtype:
@@ -242,17 +249,31 @@ def run_parts(pattern: Any, recorded: bool, operands: Tuple[Any, ...], adapters:
     lists = given[:count], given[count:], adapters[0::6], adapters[2::6], adapters[4::6], adapters[5::6]
     if any(lists[-1]) and dropout_refusal(x, lists[-1], False) is not None:
         return None
+    is_packed = offsets.count(None) < count
     try:
+        if any(a is not None and a.dtype is not x.dtype for a in lists[2]):
+            if any(lists[-1]):  # which draw in float32
+                return None
+            factors = ([each if each is None else each.to(x.dtype) for each in of] for of in lists[2:4])
+            lists = (*lists[:2], *factors, *lists[4:])
         if pattern.packed:
             lists, count = _unpacked(lists, pattern.up_first), count + 1
-        if not recorded:
+        if not (recorded or is_packed):
             return _plain_forward(x, *lists, False, pattern.up_before, pattern.gated, code, _NOTHING)[0]
-        places = _PLACES[pattern.gated, count]
+        places, packed = _PLACES[pattern.gated, count], None
         weights, biases, a, b = ([None if at is None else each[at] for at in places] for each in lists[:4])
         scalings, dropouts = (tuple([0.0 if at is None else each[at] for at in places]) for each in lists[4:])
-        keep = _VALUES if pattern.memory == training.KEPT else _ROWS
         factors = _Factors(scalings, dropouts, False, pattern.up_before)
-        return _apply(factors, code, keep, None, x, *weights, *biases, *a, *b)
+        if is_packed:
+            packed = [None if at is None or offsets[at] is None else offsets[at] for at in places]
+            packed = tuple([quantized.held(*each) for each in zip(weights, packed)])
+            if not recorded:
+                whole = [each if each is not None else weight for weight, each in zip(weights, packed)]
+                layers = Layers(*map(_layer, whole, biases, a, b, scalings, dropouts))
+                return _op(x, layers.tensors, layers, factors, code, pattern.memory, False)
+            weights = [weight if each is None else None for weight, each in zip(weights, packed)]
+        keep = _VALUES if pattern.memory == training.KEPT else _ROWS
+        return _apply(factors, code, keep, packed, x, *weights, *biases, *a, *b)
     except RuntimeError:  # eager broadcasts the operands, or says what is wrong with them
         return None
 
@@ -301,6 +322,22 @@ def _unpacked_weights(
     for place, weight in enumerate(packed):
         if weight is not None:
             weights[place] = weight.dequantize(dtype) if read[place] else quantized.shape_alone(weight, dtype)
+    return (*weights, *tensors[3:])
+
+
+def _decoded(
+    packed: Packed, tensors: Sequence[Optional[Tensor]], like: Tensor, read: Sequence[bool] = (True, True, True)
+) -> Sequence[Optional[Tensor]]:
+    """The same, of the dtype of ``like``, in a node of autograd, where nothing follows the decoding."""
+    if packed is None:
+        return tensors
+    weights, wanted = list(tensors[:3]), []
+    for place, weight in enumerate(packed):
+        if weight is not None:
+            weights[place] = weight if read[place] else quantized.shape_alone(weight, like.dtype)
+            wanted += [place] if read[place] else []
+    for place, weight in zip(wanted, quantized.decoded_like([weights[place] for place in wanted], like)):
+        weights[place] = weight
     return (*weights, *tensors[3:])
 
 
@@ -370,8 +407,11 @@ def composed(
 
 
 _forward, _backward = native.adapted_forward, native.adapted_backward
-# Without what OpOverload does before it in Python, for calls that nothing traces.
-_plain_forward, _plain_backward = (getattr(op, "_op", op) for op in (_forward, _backward))
+# For calls that nothing traces: past torch's dispatcher, or at least without what OpOverload does before it in Python.
+_plain_forward, _plain_backward = (
+    getattr(native.plain_modules, f"adapted_{name}", getattr(op, "_op", op))
+    for name, op in (("forward", _forward), ("backward", _backward))
+)
 _NOTHING, _ROWS, _VALUES = range(3)  # what a forward keeps, as in torch-ext/ops/adapted.h
 _IDENTITY = get_activation(None).code
 _FIRST_OF_ADAPTERS = 6  # behind three weights and three biases
@@ -416,7 +456,7 @@ class _Adapted(torch.autograd.Function):
     def forward(
         ctx: Any, factors: _Factors, activation: int, keep: int, packed: Packed, x: Tensor, *tensors: Optional[Tensor]
     ) -> Tensor:
-        given, whole = (x, *tensors), _unpacked_weights(packed, tensors, x.dtype)
+        given, whole = (x, *tensors), _decoded(packed, tensors, x)
         result, *kept = _plain_forward(x, *_arguments(whole, factors), whole[1] is not None, activation, keep)
         there = (True, *[tensor is not None for tensor in whole])
         held = there if packed is None else tuple([tensor is not None for tensor in given])
@@ -451,7 +491,7 @@ class _Adapted(torch.autograd.Function):
             found = by_parts()
         else:
             bits = sum([need << place for place, need in enumerate(needs)])
-            tensors = _unpacked_weights(ctx.packed, held, ctx.dtype, layout.read)
+            tensors = _decoded(ctx.packed, held, grad, layout.read)
             lists = _operands(tensors, factors.scalings, factors.dropouts, masks)
             arguments = grad, x, *lists, gate, up, first_rows, second_rows, tensors[1] is not None, activation, bits
             found = dispatch.op_or_parts(_plain_backward, arguments, by_parts)

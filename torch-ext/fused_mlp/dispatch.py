@@ -133,10 +133,13 @@ def is_native(op: str, x: Tensor) -> bool:
     return _open_blocks[-1].name in ("auto", native.DEVICE_TYPE) and native.refusal(op, x) is None
 
 
+QUANTIZED_DEVICES = {"cuda"}  # where layers with quantised weights of every kind are taken, and read in compiled code
+
+
 def may_take_quantized() -> bool:
     """True if :func:`quantized_refusal` may refuse nothing: where this build has kernels that were measured to pay, or
     is forced."""
-    return native.DEVICE_TYPE == "cuda" or _ON_TILES or is_forced()
+    return native.DEVICE_TYPE in QUANTIZED_DEVICES or _ON_TILES or is_forced()
 
 
 def may_train_quantized() -> bool:
@@ -144,7 +147,7 @@ def may_train_quantized() -> bool:
 
     On a CPU they are: that decodes them, and was not measured.
     """
-    return native.DEVICE_TYPE == "cuda" or is_forced()
+    return native.DEVICE_TYPE in QUANTIZED_DEVICES or is_forced()
 
 
 def quantized_refusal(device: torch.device, dtype: torch.dtype, format: str) -> Optional[str]:
@@ -158,7 +161,7 @@ def quantized_refusal(device: torch.device, dtype: torch.dtype, format: str) -> 
 
 @functools.lru_cache(maxsize=64)
 def _quantized_refusal(device: torch.device, dtype: torch.dtype, format: str, is_forced: bool) -> Optional[str]:
-    is_taken = device.type == "cuda" or (device.type == "cpu" and _ON_TILES and format in _ON_CPU)
+    is_taken = device.type in QUANTIZED_DEVICES or (device.type == "cpu" and _ON_TILES and format in _ON_CPU)
     if not is_taken and not is_forced:
         return f"on a {'CPU' if device.type == 'cpu' else device.type}, where its own product runs"
     if device.type == "cuda" and dtype == torch.float32:
@@ -232,6 +235,7 @@ _MOST_ROWS, _MOST_ROWS_ELSEWHERE, _MOST_ROUNDED_ROWS = 32, 16, 128
 # On a Xeon, int8 beside bitsandbytes, whose products of rounded x take less time for more rows of float32. Those of
 # bfloat16 were measured up to _MOST_ROWS_OF_LARGE.
 _MOST_ROWS_ON_CPU = {torch.float32: 4}
+FEW_QUANTIZED_ROWS = min(_MOST_ROWS, _MOST_ROWS_ELSEWHERE)  # which are left nowhere
 _LARGE, _MOST_ROWS_OF_LARGE = 1 << 27, 64  # 8192 x 28672 at 256 and 512 rows: 1.15 of the layers' own time
 ANY_ROWS = sys.maxsize
 

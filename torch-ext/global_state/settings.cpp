@@ -20,7 +20,8 @@ constexpr const char* kSettings[] = {"tensor",       "parameter",      "linear",
                                      "composed",     "modes",          "empty",        "unchanged",
                                      "exchange",     "is_negated",     "empty_like",   "is_profiled",
                                      "handles",      "shares",         "work_of_many", "saved_tensors_hooks",
-                                     "layout",       "edges"};
+                                     "layout",       "edges",          "quantised",    "codes",
+                                     "offsets",      "few_rows",       "most_rows"};
 static_assert(sizeof(Settings) == sizeof(kSettings));
 
 const Names* made_names = nullptr;

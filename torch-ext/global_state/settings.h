@@ -67,6 +67,11 @@ struct Settings {
   PyObject* saved_tensors_hooks;  // a function of torch: the hooks of tensors that autograd saves
   PyObject* layout;               // functions of autograd/nodes.py
   PyObject* edges;
+  PyObject* quantised;  // by class of layers with quantised weights: what read_packed() says
+  PyObject* codes;      // by format of 4 bits, by index of a device: the values of its codes
+  PyObject* offsets;    // by id of the tensor of an offset: (a weak reference to it, its version, the number)
+  PyObject* few_rows;   // so many rows are not left to layers with quantised weights
+  PyObject* most_rows;  // a function of x, and of whether it may be rounded: up to how many rows of it, likewise
 };
 extern Settings settings;
 
@@ -100,6 +105,8 @@ struct Names {
   PyObject* training_forward = PyUnicode_InternFromString("training_forward");
   PyObject* training_backward = PyUnicode_InternFromString("training_backward");
   PyObject* training_backward_ = PyUnicode_InternFromString("training_backward_");
+  PyObject* adapted_forward = PyUnicode_InternFromString("adapted_forward");
+  PyObject* adapted_backward = PyUnicode_InternFromString("adapted_backward");
   PyObject *zero = PyFloat_FromDouble(0.0), *one = PyFloat_FromDouble(1.0);
   PyObject* no_norm = PyLong_FromSsize_t(static_cast<Py_ssize_t>(NormKind::kNone));  // its code
   PyObject* scale = PyLong_FromSsize_t(static_cast<Py_ssize_t>(NormKind::kScale));   // likewise
@@ -146,6 +153,24 @@ struct Names {
   PyObject* use_dora = PyUnicode_InternFromString("use_dora");
   PyObject* of_adapters[3] = {PyUnicode_InternFromString("lora_A"), PyUnicode_InternFromString("lora_B"),
                               PyUnicode_InternFromString("lora_dropout")};
+  // Attributes of layers with quantised weights, and of what these hold.
+  PyObject* compute_dtype = PyUnicode_InternFromString("compute_dtype");
+  PyObject* compute_type_is_set = PyUnicode_InternFromString("compute_type_is_set");
+  PyObject* quant_state = PyUnicode_InternFromString("quant_state");
+  PyObject* quant_type = PyUnicode_InternFromString("quant_type");
+  PyObject* nested = PyUnicode_InternFromString("nested");
+  PyObject* packed_for_cpu = PyUnicode_InternFromString("packing_format_for_cpu");
+  PyObject* ipex = PyUnicode_InternFromString("ipex");
+  PyObject* blocksize = PyUnicode_InternFromString("blocksize");
+  PyObject* absmax = PyUnicode_InternFromString("absmax");
+  PyObject* code = PyUnicode_InternFromString("code");
+  PyObject* state2 = PyUnicode_InternFromString("state2");
+  PyObject* offset = PyUnicode_InternFromString("offset");
+  PyObject* version = PyUnicode_InternFromString("_version");
+  PyObject* activation_scheme = PyUnicode_InternFromString("activation_scheme");
+  PyObject* activation_scale = PyUnicode_InternFromString("activation_scale");
+  PyObject* scale_inv = PyUnicode_InternFromString("weight_scale_inv");
+  PyObject* block_size = PyUnicode_InternFromString("block_size");
   // The methods that find attributes: of all names, and of those that are not found otherwise.
   PyObject* finders[2] = {PyUnicode_InternFromString("__getattribute__"), PyUnicode_InternFromString("__getattr__")};
   // Those of a forward, then those of a backward.

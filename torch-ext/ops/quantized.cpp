@@ -7,7 +7,8 @@ Tensor quantized_decode(const std::vector<OptionalTensor>& weight, const std::ve
                         torch::headeronly::ScalarType dtype) {
   STD_TORCH_CHECK(weight.size() == QuantizedWeight::kOperands && layout.size() == QuantizedWeight::kSizes,
                   "weight must have 5 elements, and layout 5");
-  return decoded({weight, layout, offset, 0}, dtype);
+  const QuantizedWeight given(weight, layout, offset, 0);
+  return decoded(given.packed, given.data, dtype);
 }
 
 Tensor quantized_linear(const Tensor& x, const std::vector<OptionalTensor>& weight, const std::vector<int64_t>& layout,

@@ -7,7 +7,7 @@
 
 #include "../operands/matrix.h"
 #include "../operands/operands.h"
-#include "../operands/zero_point.h"
+#include "../operands/packed.h"
 #include "../torch_binding.h"
 
 // Quantised weights as their libraries hold them: the operands of the ops, and their checks.
@@ -27,19 +27,9 @@ namespace fused_mlp {
 struct QuantizedWeight {
   Tensor data, scales;
   OptionalTensor code, nested_scales, nested_code;
-  int64_t n, k, block_rows, block, nested_block;
-  double offset;
+  PackedWeight packed;  // the same without these
 
   static constexpr int kOperands = 5, kSizes = 5;
-
-  bool blocked() const { return data.scalar_type() != ScalarType::Byte || !code; }
-  bool int4() const { return blocked() && data.scalar_type() == ScalarType::Byte; }
-  bool int8() const { return data.scalar_type() == ScalarType::Char; }
-  float factor() const { return int8() ? 1.0f / static_cast<float>(nested_block) : 1.0f; }  // of scales
-  bool nested() const { return nested_scales.has_value(); }
-  int64_t elements() const { return n * k; }
-  int64_t blocks_of_row() const { return ceil_div(k, block); }  // where these are
-  int64_t blocks() const { return blocked() ? ceil_div(n, block_rows) * blocks_of_row() : ceil_div(elements(), block); }
 
   // That of place `i` in lists of all operands, of all sizes and of all offsets.
   QuantizedWeight(const std::vector<OptionalTensor>& operands, const std::vector<int64_t>& sizes, double offset,
@@ -49,12 +39,19 @@ struct QuantizedWeight {
         code(operands[i * kOperands + 2]),
         nested_scales(operands[i * kOperands + 3]),
         nested_code(operands[i * kOperands + 4]),
-        n(sizes[i * kSizes]),
-        k(sizes[i * kSizes + 1]),
-        block_rows(sizes[i * kSizes + 2]),
-        block(sizes[i * kSizes + 3]),
-        nested_block(sizes[i * kSizes + 4]),
-        offset(offset) {
+        packed{coding(),
+               data.get_device_index(),
+               data.const_data_ptr(),
+               scales.const_data_ptr(),
+               floats(code),
+               floats(nested_scales),
+               floats(nested_code),
+               sizes[i * kSizes],
+               sizes[i * kSizes + 1],
+               sizes[i * kSizes + 2],
+               sizes[i * kSizes + 3],
+               sizes[i * kSizes + 4],
+               offset} {
     check();
   }
 
@@ -67,26 +64,37 @@ struct QuantizedWeight {
     return *operand;
   }
 
+  static const float* floats(const OptionalTensor& tensor) {
+    return tensor ? static_cast<const float*>(tensor->const_data_ptr()) : nullptr;
+  }
+
+  Coding coding() const {
+    if (data.scalar_type() == ScalarType::Char) return Coding::kInt8;
+    if (data.scalar_type() != ScalarType::Byte) return Coding::kFp8;
+    return code ? Coding::kFourBits : Coding::kInt4;
+  }
+
   void check() const {
-    STD_TORCH_CHECK(n >= 0 && k >= 0 && block_rows > 0 && block > 0,
+    const PackedWeight& w = packed;
+    STD_TORCH_CHECK(w.n >= 0 && w.k >= 0 && w.block_rows > 0 && w.block > 0,
                     "layout must be [out, in, block_rows, block, nested_block], blocks positive");
-    if (blocked()) {
-      const auto dtype = int4() || int8() ? data.scalar_type() : ScalarType::Float8_e4m3fn;
-      check_operand(data, "data", dtype, int4() ? elements() / 2 : elements());
-      check_operand(scales, "scales", ScalarType::Float, blocks());
+    if (w.blocked()) {
+      const bool int4 = w.coding == Coding::kInt4, int8 = w.coding == Coding::kInt8;
+      check_operand(data, "data", int4 || int8 ? data.scalar_type() : ScalarType::Float8_e4m3fn, w.bytes());
+      check_operand(scales, "scales", ScalarType::Float, w.blocks());
       STD_TORCH_CHECK(!code && !nested_scales && !nested_code, "a weight of such a format has data and scales alone");
-      STD_TORCH_CHECK(!int4() || k % 2 == 0, "a weight of int4 must have an even number of columns, not ", k);
-      STD_TORCH_CHECK(!int8() || nested_block > 0, "scales of int8 must have a positive divisor");
+      STD_TORCH_CHECK(!int4 || w.k % 2 == 0, "a weight of int4 must have an even number of columns, not ", w.k);
+      STD_TORCH_CHECK(!int8 || w.nested_block > 0, "scales of int8 must have a positive divisor");
       return;
     }
-    check_operand(data, "data", ScalarType::Byte, ceil_div(elements(), 2));
-    check_operand(scales, "scales", nested() ? ScalarType::Byte : ScalarType::Float, blocks());
+    check_operand(data, "data", ScalarType::Byte, w.bytes());
+    check_operand(scales, "scales", nested_scales ? ScalarType::Byte : ScalarType::Float, w.blocks());
     check_operand(*code, "code", ScalarType::Float, 16);
     STD_TORCH_CHECK(nested_scales.has_value() == nested_code.has_value(),
                     "a quantised weight must have both nested_scales and nested_code, or neither");
-    if (!nested()) return;
-    STD_TORCH_CHECK(nested_block > 0, "nested_block must be positive where scales are nested");
-    check_operand(*nested_scales, "nested_scales", ScalarType::Float, ceil_div(blocks(), nested_block));
+    if (!nested_scales) return;
+    STD_TORCH_CHECK(w.nested_block > 0, "nested_block must be positive where scales are nested");
+    check_operand(*nested_scales, "nested_scales", ScalarType::Float, ceil_div(w.blocks(), w.nested_block));
     check_operand(*nested_code, "nested_code", ScalarType::Float, 256);
   }
 
@@ -100,7 +108,7 @@ struct QuantizedWeight {
 
 struct QuantizedLayer {
   QuantizedWeight weight;
-  OptionalTensor bias;
+  OptionalTensor bias;  // adjacent elements
 };
 
 // The layers of a call by the lists that the ops are given: the first, or gate and up where `gated`, and the second of
@@ -122,15 +130,17 @@ struct QuantizedLayers {
     STD_TORCH_CHECK(x.dim() > 0, "x must be [..., in]");
     for (size_t i = 0; i < count; ++i) {
       all.push_back({{weights, layouts, offsets[i], i}, biases[i]});
-      const QuantizedWeight& weight = all[i].weight;
-      STD_TORCH_CHECK(weight.data.device() == x.device(), "a quantised weight is not on the device of x");
-      const int64_t in = i < least ? x.size(-1) : all[0].weight.n;
+      const PackedWeight& weight = all[i].weight.packed;
+      STD_TORCH_CHECK(all[i].weight.data.device() == x.device(), "a quantised weight is not on the device of x");
+      const int64_t in = i < least ? x.size(-1) : all[0].weight.packed.n;
       STD_TORCH_CHECK(weight.k == in, "a quantised weight must be [out, in], in being ", in, ", not ", weight.k);
       if (!biases[i]) continue;
       check_same_kind(*biases[i], "bias", x);
       STD_TORCH_CHECK(biases[i]->dim() == 1 && biases[i]->size(0) == weight.n, "bias must be [out], as in its weight");
+      if (weight.n > 1 && biases[i]->stride(0) != 1) all[i].bias = torch::stable::contiguous(*biases[i]);
     }
-    STD_TORCH_CHECK(!gated || all[0].weight.n == all[1].weight.n, "gate and up must have as many features");
+    STD_TORCH_CHECK(!gated || all[0].weight.packed.n == all[1].weight.packed.n,
+                    "gate and up must have as many features");
   }
 
   const QuantizedLayer& first() const { return all[0]; }
@@ -138,8 +148,8 @@ struct QuantizedLayers {
   const QuantizedLayer* second() const { return all.size() > (gated ? 2 : 1) ? &all.back() : nullptr; }
 };
 
-// By a backend: a weight as a tensor [n, k], and the layers of a call.
-Tensor decoded(const QuantizedWeight& weight, torch::headeronly::ScalarType dtype);
+// By a backend: a weight as a tensor [n, k] on the device of `like`, and the layers of a call.
+Tensor decoded(const PackedWeight& weight, const Tensor& like, torch::headeronly::ScalarType dtype);
 Tensor run_quantized(const Tensor& x, const QuantizedLayers& layers, int64_t activation);
 
 }  // namespace fused_mlp

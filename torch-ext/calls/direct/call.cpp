@@ -77,7 +77,7 @@ class Reader {
     return read_norm(place, x, norm);
   }
 
-  bool read_others(PlainMlp* mlp) const { return read_layers(mlp) && (!form_.block || read_block(mlp)); }
+  bool read_others(PlainMlp* mlp) { return read_layers(mlp) && (!form_.block || read_block(mlp)); }
 
   // Makes the tensor of the result, whose sizes are those of x but for the last.
   PyObject* new_result(int64_t out) const {
@@ -130,7 +130,32 @@ class Reader {
     return true;
   }
 
-  bool read_layers(PlainMlp* mlp) const {
+  // Reads layers whose weights are quantised.
+  bool read_quantised(PlainMlp* mlp) {
+    const Py_ssize_t biases = 1 + form_.weights, parts = form_.gated && !form_.packed ? 2 : 1;
+    const PackedWeight* const weights = form_.quantised;
+    PlainLayer &first = mlp->layers[0], &second = mlp->layers[1];
+    mlp->count = form_.weights > parts ? 2 : 1;
+    first.packed = &weights[0];
+    first.up_packed = parts == 2 ? &weights[1] : nullptr;
+    first.out = weights[0].n;
+    first.activation = integer(biases + form_.weights);
+    if (!read_vector(biases, first.out, &first.bias)) return false;
+    if (parts == 2 && !read_vector(biases + 1, first.out, &first.up_bias)) return false;
+    if (form_.packed && !split(mlp->dtype, &first)) return false;
+    for (Py_ssize_t i = 0; i < form_.weights; ++i) {
+      if (weights[i].k != (i < parts ? mlp->in : first.out) || weights[i].device != x_.device.index) return false;
+    }
+    if (first.up_packed != nullptr && first.up_packed->n != first.out) return false;
+    if (mlp->count == 1) return true;
+    second.packed = &weights[parts];
+    second.out = weights[parts].n;
+    second.activation = static_cast<int64_t>(Activation::kLinear);
+    return read_vector(biases + parts, second.out, &second.bias);
+  }
+
+  bool read_layers(PlainMlp* mlp) {
+    if (form_.quantised != nullptr) return read_quantised(mlp);
     const Py_ssize_t biases = 1 + form_.weights, parts = form_.gated && !form_.packed ? 2 : 1;
     PlainLayer& first = mlp->layers[0];
     mlp->count = form_.weights > parts ? 2 : 1;
@@ -160,18 +185,28 @@ class Reader {
   }
 
   // Makes a layer of gate and up, which are packed in one, gated.
-  bool split(DType dtype, PlainLayer* layer) const {
+  bool split(DType dtype, PlainLayer* layer) {
     if (layer->out % 2 != 0) return false;
     layer->out /= 2;
     const auto behind = [&](const void* data, int64_t elements) {
       return static_cast<const char*>(data) + elements * element_bytes(dtype);
     };
-    const int64_t stride = layer->weight.row_stride;
-    const int64_t half = layer->transposed ? layer->out : layer->out * stride;
-    layer->up_weight = {const_cast<char*>(behind(layer->weight.data, half)), stride};
+    if (layer->packed != nullptr) {
+      for (int i = 0; i < 2; ++i) {
+        const auto half = half_of(*layer->packed, i == 1);
+        if (!half) return false;
+        halves_[i] = *half;
+      }
+      layer->packed = &halves_[0], layer->up_packed = &halves_[1];
+    } else {
+      const int64_t stride = layer->weight.row_stride;
+      const int64_t half = layer->transposed ? layer->out : layer->out * stride;
+      layer->up_weight = {const_cast<char*>(behind(layer->weight.data, half)), stride};
+    }
     if (layer->bias != nullptr) layer->up_bias = behind(layer->bias, layer->out);
     if (form_.up_first) {
       std::swap(layer->weight, layer->up_weight);
+      std::swap(layer->packed, layer->up_packed);
       std::swap(layer->bias, layer->up_bias);
     }
     return true;
@@ -221,6 +256,7 @@ class Reader {
   const DirectForm& form_;
   PyObject* const operands_;
   dlpack::Tensor x_;
+  PackedWeight halves_[2];  // of one that holds gate and up
 };
 
 }  // namespace
@@ -244,9 +280,12 @@ bool configure_direct_calls(PyObject* exchange_api, PyObject* is_neg, PyObject* 
 
 bool may_call_directly() { return exchange != nullptr && !true_or_raises(is_profiled); }
 
+bool read_codes_directly(PyObject* tensor, dlpack::Tensor* view) {
+  return exchange->read(tensor, view) == 0 && view->data != nullptr && view->byte_offset == 0;
+}
+
 bool read_directly(PyObject* tensor, dlpack::Tensor* view) {
-  return exchange->read(tensor, view) == 0 && view->data != nullptr && view->byte_offset == 0 &&
-         !true_or_raises(is_negated, tensor);
+  return read_codes_directly(tensor, view) && !true_or_raises(is_negated, tensor);
 }
 
 bool read_dtype(const dlpack::Tensor& tensor, DType* dtype) {
@@ -307,8 +346,10 @@ PyObject* call_directly(const DirectForm& form, PyObject* operands) {
   PlainMlp mlp{};
   Reader reader(form, operands);
   std::function<void(void*)> compute;
-  const bool fits = reader.read_x(&mlp) && may_be_direct(mlp.dtype, mlp.rows) && !true_or_raises(is_profiled) &&
-                    reader.read_others(&mlp) && !PyErr_Occurred() && succeeds([&] { compute = plan_direct(mlp); });
+  const bool known = form.quantised != nullptr;
+  const bool fits = reader.read_x(&mlp) && (known || may_be_direct(mlp.dtype, mlp.rows)) &&
+                    !true_or_raises(is_profiled) && reader.read_others(&mlp) && !PyErr_Occurred() &&
+                    succeeds([&] { compute = plan_direct(mlp); });
   if (!fits || !compute) {
     is_answer();  // the op says what is wrong
     return nullptr;

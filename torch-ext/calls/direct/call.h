@@ -3,7 +3,7 @@
 #include <functional>
 
 #include "../../operands/dlpack.h"
-#include "../../operands/matrix.h"
+#include "../../operands/packed.h"
 #include "../../ops/norm.h"
 #include "registration.h"  // and with it Python.h
 
@@ -11,10 +11,11 @@ namespace fused_mlp {
 
 // The places of an MLP's operands in the tuple that its op takes: x, weights, biases (None where there is none), the
 // code of the activation, and with a block what is around the MLP. Where gate and up are packed, there is one weight
-// and one bias for both.
+// and one bias for both. In the place of weights that are quantised there is nothing in the tuple.
 struct DirectForm {
   Py_ssize_t weights;
   bool gated, packed, up_first, block;
+  const PackedWeight* quantised = nullptr;
 };
 
 // Inside of a model, where the processor's caches are cold, torch's binding, dispatcher and boxed call cost an op some
@@ -42,6 +43,8 @@ bool may_call_directly();
 // Reads a tensor of memory that is as it looks, and not empty. False says that it is none; an error of Python's may
 // then be set.
 bool read_directly(PyObject* tensor, dlpack::Tensor* view);
+// The same of a tensor of integers, or codes: nobody asks if it is as it looks.
+bool read_codes_directly(PyObject* tensor, dlpack::Tensor* view);
 bool read_dtype(const dlpack::Tensor& tensor, DType* dtype);
 bool is_contiguous(const dlpack::Tensor& tensor);
 

@@ -6,7 +6,6 @@
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 #endif
 
-#include <array>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -14,6 +13,7 @@
 
 #include "../../global_state/modes.h"
 #include "../../global_state/settings.h"
+#include "../../ops/quantized.h"
 #include "../../torch_binding.h"
 #include "../answers.h"
 #include "../plain_mlp.h"
@@ -42,65 +42,104 @@ bool is_plain(const Tensor& tensor) {
          aoti_torch_get_layout(tensor.get(), &layout) == 0 && layout == strided;
 }
 
-// Takes the operands that are tensors into the places of theirs. False where one is not plain.
-bool take_tensors(PyObject* operands, OptionalTensor* tensors) {
-  for (Py_ssize_t i = 0, count = PyTuple_Size(operands); i < count; ++i) {
-    PyObject* const operand = PyTuple_GetItem(operands, i);
-    if (!is_tensor(operand)) continue;
-    const Owned negated(PyObject_CallFunctionObjArgs(settings.is_negated, operand, nullptr));
-    if (truth(negated.get()) != kNo) return false;
-    const Owned capsule(PyObject_CallFunctionObjArgs(to_handle(), operand, nullptr));
-    void* const handle = capsule ? PyCapsule_GetPointer(capsule.get(), nullptr) : nullptr;
-    if (handle == nullptr) return false;
-    tensors[i] = Tensor(static_cast<AtenTensorHandle>(handle));
-    if (!is_plain(*tensors[i])) return false;
-  }
-  return true;
+// Takes a tensor. False where it is none, or not plain.
+bool take_tensor(PyObject* given, OptionalTensor* tensor) {
+  if (!is_tensor(given)) return false;
+  const Owned negated(PyObject_CallFunctionObjArgs(settings.is_negated, given, nullptr));
+  if (truth(negated.get()) != kNo) return false;
+  const Owned capsule(PyObject_CallFunctionObjArgs(to_handle(), given, nullptr));
+  void* const handle = capsule ? PyCapsule_GetPointer(capsule.get(), nullptr) : nullptr;
+  if (handle == nullptr) return false;
+  *tensor = Tensor(static_cast<AtenTensorHandle>(handle));
+  return is_plain(**tensor);
 }
 
-// An operand as a parameter of an op's function; `fits` says whether it can be.
+// An operand as a parameter of an op's function: what is kept of it for the call, and whether it can be one.
 template <typename Parameter>
 struct Operand;
 
 template <>
 struct Operand<const Tensor&> {
-  static bool fits(PyObject*, const OptionalTensor& tensor) { return tensor.has_value(); }
-  static const Tensor& of(PyObject*, const OptionalTensor& tensor) { return *tensor; }
+  using Kept = OptionalTensor;
+  static bool read(PyObject* given, Kept* kept) { return take_tensor(given, kept); }
+  static const Tensor& of(const Kept& kept) { return *kept; }
 };
 
 template <>
 struct Operand<const OptionalTensor&> {
-  static bool fits(PyObject* given, const OptionalTensor& tensor) { return tensor || given == Py_None; }
-  static const OptionalTensor& of(PyObject*, const OptionalTensor& tensor) { return tensor; }
+  using Kept = OptionalTensor;
+  static bool read(PyObject* given, Kept* kept) { return given == Py_None || take_tensor(given, kept); }
+  static const OptionalTensor& of(const Kept& kept) { return kept; }
+};
+
+template <typename Value>
+struct ValueOperand {
+  using Kept = Value;
+  static Value of(const Kept& kept) { return kept; }
 };
 
 template <>
-struct Operand<int64_t> {
-  static bool fits(PyObject* given, const OptionalTensor&) { return PyLong_Check(given); }
-  static int64_t of(PyObject* given, const OptionalTensor&) { return PyLong_AsSsize_t(given); }
-};
-
-template <>
-struct Operand<double> {
-  static bool fits(PyObject* given, const OptionalTensor&) { return PyFloat_Check(given); }
-  static double of(PyObject* given, const OptionalTensor&) { return PyFloat_AsDouble(given); }
-};
-
-template <>
-struct Operand<bool> {
-  static bool fits(PyObject* given, const OptionalTensor&) { return given == Py_True || given == Py_False; }
-  static bool of(PyObject* given, const OptionalTensor&) { return given == Py_True; }
-};
-
-template <>
-struct Operand<std::optional<bool>> {
-  static bool fits(PyObject* given, const OptionalTensor& tensor) {
-    return given == Py_None || Operand<bool>::fits(given, tensor);
-  }
-  static std::optional<bool> of(PyObject* given, const OptionalTensor&) {
-    return given == Py_None ? std::nullopt : std::optional(given == Py_True);
+struct Operand<int64_t> : ValueOperand<int64_t> {
+  static bool read(PyObject* given, Kept* kept) {
+    if (!PyLong_Check(given)) return false;
+    *kept = PyLong_AsSsize_t(given);
+    return true;
   }
 };
+
+template <>
+struct Operand<double> : ValueOperand<double> {
+  static bool read(PyObject* given, Kept* kept) {
+    if (!PyFloat_Check(given)) return false;
+    *kept = PyFloat_AsDouble(given);
+    return true;
+  }
+};
+
+template <>
+struct Operand<bool> : ValueOperand<bool> {
+  static bool read(PyObject* given, Kept* kept) {
+    *kept = given == Py_True;
+    return *kept || given == Py_False;
+  }
+};
+
+template <>
+struct Operand<std::optional<bool>> : ValueOperand<std::optional<bool>> {
+  static bool read(PyObject* given, Kept* kept) {
+    if (given != Py_None) *kept = given == Py_True;
+    return given == Py_None || given == Py_True || given == Py_False;
+  }
+};
+
+// A list, or a tuple, of what is kept of each element.
+template <typename Element, typename Of>
+struct ListOperand {
+  using Kept = std::vector<Element>;
+  static bool read(PyObject* given, Kept* kept) {
+    const bool in_tuple = PyTuple_Check(given);
+    if (!in_tuple && !PyList_Check(given)) return false;
+    const Py_ssize_t count = PyObject_Size(given);
+    kept->reserve(count);
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      typename Operand<Of>::Kept element{};
+      PyObject* const at = in_tuple ? PyTuple_GetItem(given, i) : PyList_GetItem(given, i);
+      if (!Operand<Of>::read(at, &element)) return false;
+      kept->push_back(Operand<Of>::of(element));
+    }
+    return true;
+  }
+  static const Kept& of(const Kept& kept) { return kept; }
+};
+
+template <>
+struct Operand<const std::vector<Tensor>&> : ListOperand<Tensor, const Tensor&> {};
+template <>
+struct Operand<const std::vector<OptionalTensor>&> : ListOperand<OptionalTensor, const OptionalTensor&> {};
+template <>
+struct Operand<const std::vector<int64_t>&> : ListOperand<int64_t, int64_t> {};
+template <>
+struct Operand<const std::vector<double>&> : ListOperand<double, double> {};
 
 PyObject* tensors_of(const std::vector<Tensor>& found) {
   const Owned handles(PyList_New(found.size()));
@@ -125,11 +164,9 @@ bool call(Result (*op)(Parameters...), PyObject* operands, PyObject** found, std
   constexpr size_t kCount = sizeof...(Parameters);
   if (settings.handles == Py_None || PyTuple_Size(operands) != kCount) return false;
   if (is_quiet() != kYes || said_by(settings.is_profiled) != kNo) return false;
-  std::array<OptionalTensor, kCount> tensors;
-  if (!take_tensors(operands, tensors.data())) return false;
-  if (!(Operand<Parameters>::fits(PyTuple_GetItem(operands, kPlaces), tensors[kPlaces]) && ...)) return false;
-  const std::tuple<Parameters...> given{
-      Operand<Parameters>::of(PyTuple_GetItem(operands, kPlaces), tensors[kPlaces])...};
+  std::tuple<typename Operand<Parameters>::Kept...> kept;
+  if (!(Operand<Parameters>::read(PyTuple_GetItem(operands, kPlaces), &std::get<kPlaces>(kept)) && ...)) return false;
+  const std::tuple<Parameters...> given{Operand<Parameters>::of(std::get<kPlaces>(kept))...};
   if (PyErr_Occurred()) return false;
   std::optional<Result> result;
   const bool succeeded = succeeds([&] {
@@ -172,6 +209,17 @@ std::vector<Tensor> post_normed_forward(const Tensor& x, const Tensor& weight, c
   return found;
 }
 
+// Quantised weights as tensors of the dtype of `like`.
+std::vector<Tensor> decode_like(const std::vector<OptionalTensor>& weights, const std::vector<int64_t>& layouts,
+                                const std::vector<double>& offsets, const Tensor& like) {
+  std::vector<Tensor> found;
+  for (size_t i = 0; i < offsets.size(); ++i) {
+    const QuantizedWeight weight(weights, layouts, offsets[i], i);
+    found.push_back(decoded(weight.packed, like, like.scalar_type()));
+  }
+  return found;
+}
+
 // Without a name of an op, what is left is None.
 template <auto kOp, PyObject* Names::* kName = nullptr>
 PyObject* past_dispatcher(PyObject*, PyObject* operands) {
@@ -186,6 +234,9 @@ PyObject* past_dispatcher(PyObject*, PyObject* operands) {
 }  // namespace
 
 PyMethodDef direct_op_methods[] = {
+    {"adapted_forward", past_dispatcher<adapted_forward, &Names::adapted_forward>, METH_VARARGS, nullptr},
+    {"adapted_backward", past_dispatcher<adapted_backward, &Names::adapted_backward>, METH_VARARGS, nullptr},
+    {"decode_like", past_dispatcher<decode_like>, METH_VARARGS, nullptr},
     {"norm_forward", past_dispatcher<norm_forward, &Names::norm_forward>, METH_VARARGS, nullptr},
     {"sum_norm_forward", past_dispatcher<sum_norm_forward, &Names::sum_norm_forward>, METH_VARARGS, nullptr},
     {"norm_backward", past_dispatcher<norm_backward, &Names::norm_backward>, METH_VARARGS, nullptr},

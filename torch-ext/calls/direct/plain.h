@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <functional>
 
-#include "../../operands/matrix.h"
+#include "../../operands/packed.h"
 #include "../../ops/norm.h"
 
 // An MLP, and what is around it in its block, as its kernels see it: without tensors, and checked.
@@ -11,13 +11,14 @@ namespace fused_mlp {
 
 // act(x weight^T + bias), times (x up_weight^T + up_bias) where there is one. Weights are [out, in], and their rows, as
 // the biases, have adjacent elements. Where `transposed`, memory holds them as [in, out], and the matrices describe
-// that. A bias may be null.
+// that. A bias may be null. Quantised weights are `packed`, and `up_packed`, in their place: null where there are none.
 struct PlainLayer {
   Matrix weight, up_weight;
   bool transposed;
   const void *bias, *up_bias;
   int64_t out;
   int64_t activation;
+  const PackedWeight *packed, *up_packed;
 };
 
 struct PlainMlp {
@@ -49,7 +50,8 @@ bool norm_directly(const PlainNorm& norm, void* out);
 bool may_be_direct(DType dtype, int64_t rows);
 
 // Returns what computes an MLP into adjacent rows, on a GPU by torch's current stream. It is empty where the op has to
-// be called: there is no such code for its layers, or the MLP is on another device than the current one.
+// be called: there is no such code for its layers, or the MLP is on another device than the current one. Quantised
+// weights must live until it has computed.
 std::function<void(void* out)> plan_direct(const PlainMlp& mlp);
 
 }  // namespace fused_mlp

@@ -265,6 +265,11 @@ def of_state(weight: Tensor, state: Any, offset: float) -> QuantizedWeight:
     return QuantizedWeight(data, state.absmax, tuple(state.shape), state.quant_type, state.blocksize, *nested, offset)
 
 
+def held(weight: Any, offset: Optional[float]) -> Optional[QuantizedWeight]:
+    """That of a ``Params4bit`` with this offset; None where that is None."""
+    return None if offset is None else of_state(weight, weight.quant_state, offset)
+
+
 def operands_of(weight: QuantizedWeight) -> Tuple[List[Optional[Tensor]], List[int], float]:
     """The operands of the ops: tensors, layout and offset."""
     if weight.format in BLOCKED:
@@ -458,6 +463,18 @@ def lists_of(layers: Sequence[Optional[Any]]) -> Tuple[List[Any], ...]:
             for each, values in zip(lists, (tensors, layout, [offset], [layer.bias])):
                 each.extend(values)
     return lists
+
+
+def decoded_like(weights: Sequence[QuantizedWeight], like: Tensor) -> Sequence[Tensor]:
+    """Weights as tensors of the dtype of another one, on a device that the compiled ops take, outside of graphs."""
+    tensors, layouts, offsets = [], [], []
+    for weight in weights:
+        of_weight, layout, offset = operands_of(weight)
+        tensors += of_weight
+        layouts += layout
+        offsets.append(offset)
+    found = None if native.plain_modules is None else native.plain_modules.decode_like(tensors, layouts, offsets, like)
+    return [weight.dequantize(like.dtype) for weight in weights] if found is None else found
 
 
 # Without what OpOverload does before them in Python, for calls that nothing traces.

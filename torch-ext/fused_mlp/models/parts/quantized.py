@@ -98,7 +98,24 @@ def known(kind: type) -> Optional[Guarded]:
     if _name(kind) not in CLASSES or digest_of(kind) not in CLASSES[_name(kind)].digests:
         return None
     methods = ("__call__", *CLASSES[_name(kind)].methods)
-    return (*((kind, name, getattr(kind, name)) for name in methods), *_called(kind))
+    unchanged = (*((kind, name, getattr(kind, name)) for name in methods), *_called(kind))
+    if native.DEVICE_TYPE in dispatch.QUANTIZED_DEVICES and CLASSES[_name(kind)] in _COMPILED:
+        form = _COMPILED.index(CLASSES[_name(kind)])
+        COMPILED[kind] = unchanged, form, nn.Parameter if form else sys.modules[kind.__module__].Params4bit
+    return unchanged
+
+
+# By class of layers that compiled code reads too: the attributes that the reading rests on, the form that the code is
+# for, and the class of weights; by format of four bits and index of a device, the values of its codes
+# (torch-ext/calls/quantized/packed_layer.cpp).
+COMPILED: Dict[type, Tuple[Guarded, int, type]] = {}
+CODES: Dict[str, Dict[int, Tensor]] = {}
+_COMPILED = (_OF_4BIT, CLASSES[_FP8])
+
+
+@functools.lru_cache(maxsize=64)
+def _know_codes(format: str, device: torch.device) -> None:
+    CODES.setdefault(format, {})[device.index or 0] = quantized.code_of(format, device)
 
 
 def digest_of(kind: type) -> Optional[str]:
@@ -213,6 +230,7 @@ def _read(part: nn.Module) -> Union[str, Layer]:
     offset = _number(packed.offset) if packed.nested else 0.0
     if offset is None:
         return "first called while a CUDA graph is recorded"
+    _know_codes(packed.quant_type, packed.absmax.device)
     found = quantized.of_state(weight, packed, offset)
     refusal = dispatch.layout_refusal(found)
     return Layer(found, bias, None, dtype) if refusal is None else refusal
@@ -317,19 +335,19 @@ _FIELDS = {"absmax", "shape", "blocksize", "quant_type", "nested", "offset"}
 _SCALES = (torch.float32, torch.float8_e8m0fnu)
 
 # Offsets of nested scales, by id: a weak reference, the version, and the number, which the host waits for once.
-_numbers: Dict[int, Tuple[Any, int, float]] = {}
+OFFSETS: Dict[int, Tuple[Any, int, float]] = {}
 
 
 def _number(offset: Tensor) -> Optional[float]:
     """The number in a tensor; None where it is not known and may not be waited for."""
     key, version = id(offset), 0 if offset.is_inference() else offset._version
-    known = _numbers.get(key)
+    known = OFFSETS.get(key)
     if known is not None and known[0]() is offset and known[1] == version:
         return known[2]
     if offset.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     found = offset.item()
-    _numbers[key] = weakref.ref(offset, lambda _: _numbers.pop(key, None)), version, found
+    OFFSETS[key] = weakref.ref(offset, lambda _, pop=OFFSETS.pop: pop(key, None)), version, found
     return found
 
 

@@ -38,7 +38,11 @@ def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
     if type(layer) is str and not adapters.is_adapted(module):
         return {}
     is_small = type(layer) is not str and layer.weight.is_cpu and layer.weight.numel() < _LEAST_WEIGHTS
-    return {} if is_small else {"forward": _fused_method(type(module).forward)}
+    if is_small:
+        return {}
+    method = _fused_method(type(module).forward)
+    shortcut.know_kernel(type(module), method)
+    return {"forward": method}
 
 
 def is_fused(function: Any) -> bool:
@@ -78,11 +82,10 @@ def _product(module: nn.Module, x: Tensor) -> Optional[Tensor]:
         return None
     if type(module) is nn.Linear and not adapters.is_known(module):
         return _of_odd_widths(module, x)
-    if not adapters.is_adapted(module):
-        return _of_quantised(adapters.layer_of(module), x)
-    if x.is_cpu and x.numel() < _LEAST_ELEMENTS:
+    is_adapted = adapters.is_adapted(module)
+    if is_adapted and x.is_cpu and x.numel() < _LEAST_ELEMENTS:
         return None
-    if not shortcut.is_grad_enabled() and module.training and shortcut.is_as_recorded(module, x):
+    if is_adapted and not shortcut.is_grad_enabled() and module.training and shortcut.is_as_recorded(module, x):
         return training.as_recorded(lambda given: _product(module, given), x)
     found = None if shortcut.plain is None else shortcut.plain.adapted(forwards.LINEAR, module, x, _IDENTITY.function)
     if found is False:  # a dropout in front of its adapter is active, which no op takes
@@ -90,7 +93,7 @@ def _product(module: nn.Module, x: Tensor) -> Optional[Tensor]:
     layer = adapters.layer_of(module) if found is None else None
     if found is not None or type(layer) is str:
         return found
-    if layer.adapter is None:
+    if not is_adapted or layer.adapter is None:
         return _of_quantised(layer, x)
     if refusals.of_input(x) is not None:
         return None

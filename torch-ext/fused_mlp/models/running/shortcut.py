@@ -9,6 +9,7 @@ functions are seen as they are at the call.
 
 from __future__ import annotations
 
+import functools
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Callable, Dict, Iterable, Optional, Sequence, Tuple, Union
 
@@ -51,7 +52,7 @@ _kernels: Dict[Tuple[type, Callable[..., Tensor]], bool] = {}
 _linears: Dict[type, Tuple[Guards, bool]] = {}
 _OP_NAMES = ("linear", "mlp", "gated_linear", "gated_mlp", "residual_mlp", "residual_gated_mlp")
 _TRAINING_OP_NAMES = ("training_forward", "training_backward", "training_backward_")
-_TRAINING_OP_NAMES += ("norm_forward", "sum_norm_forward", "norm_backward")
+_TRAINING_OP_NAMES += ("norm_forward", "sum_norm_forward", "norm_backward", "adapted_forward", "adapted_backward")
 _TRAINING_OP_NAMES += ("projections_forward", "projections_backward", "rotary")
 # Without what OpOverload does before this in Python.
 _ops = {name: getattr(getattr(native, name), "_op", None) for name in (*_OP_NAMES, *_TRAINING_OP_NAMES)}
@@ -192,6 +193,11 @@ _settings = {
     "saved_tensors_hooks": torch._C._autograd._top_saved_tensors_default_hooks,
     "layout": nodes.layout,
     "edges": nodes.edges,
+    "quantised": quantized.COMPILED,
+    "codes": quantized.CODES,
+    "offsets": quantized.OFFSETS,
+    "few_rows": dispatch.FEW_QUANTIZED_ROWS,
+    "most_rows": functools.partial(dispatch.most_rows_of, "fp8"),
 }
 plain = native.plain_modules  # None where nothing is compiled
 if plain is not None:

@@ -1,0 +1,214 @@
+#include "packed_layer.h"
+
+#include "../../global_state/settings.h"
+#include "../../operands/dlpack.h"
+#include "../direct/call.h"
+#include "../parts.h"
+#include "../plain_mlp.h"
+
+namespace fused_mlp {
+namespace {
+
+// How classes of layers hold their weights.
+enum Form : Py_ssize_t { kFourBits, kBlocked };
+enum KnownField : Py_ssize_t { kUnchanged, kForm, kWeightClass };
+
+#if defined(CUDA_KERNEL)
+constexpr int32_t kDeviceType = 2;  // as DLPack numbers them
+#else
+constexpr int32_t kDeviceType = 1;
+#endif
+
+bool is_on(const dlpack::Tensor& tensor, int32_t index) { return tensor.device == dlpack::Device{kDeviceType, index}; }
+
+bool is_false_or_absent(PyObject* state, PyObject* name) {
+  PyObject* const value = item(state, name);
+  return value == nullptr ? PyErr_Occurred() == nullptr : truth(value) == kNo;
+}
+
+// Reads what a dictionary holds.
+class Held {
+ public:
+  explicit Held(PyObject* dictionary) : dictionary_(dictionary) {}
+
+  PyObject* at(PyObject* name) const { return item(dictionary_, name); }
+  bool lacks(PyObject* name) const { return at(name) == nullptr && PyErr_Occurred() == nullptr; }
+
+  // An integer, which is at least 1.
+  bool integer(PyObject* name, int64_t* value) const { return positive(at(name), value); }
+
+  // An integer among those of a tuple or a list of two.
+  static bool pair(PyObject* both, int64_t* first, int64_t* second) {
+    const bool is_tuple = both != nullptr && PyTuple_Check(both);
+    if (!is_tuple && (both == nullptr || !PyList_Check(both))) return false;
+    const auto place = [&](Py_ssize_t i) { return is_tuple ? PyTuple_GetItem(both, i) : PyList_GetItem(both, i); };
+    return PyObject_Size(both) == 2 && positive(place(0), first) && positive(place(1), second);
+  }
+
+  // A tensor of torch's own class, of adjacent elements; of floats.
+  bool floats(PyObject* name, PyObject* kind, int64_t count, int32_t device, const void** data) const {
+    dlpack::Tensor view;
+    PyObject* const tensor = at(name);
+    if (tensor == nullptr || class_of(tensor) != kind || !read_directly(tensor, &view)) return false;
+    *data = view.data;
+    return view.dtype == dlpack::kFloat32 && is_on(view, device) && is_contiguous(view) && elements(view) == count;
+  }
+
+  static int64_t elements(const dlpack::Tensor& view) {
+    int64_t count = 1;
+    for (int d = 0; d < view.dims; ++d) count *= view.sizes[d];
+    return count;
+  }
+
+ private:
+  static bool positive(PyObject* value, int64_t* into) {
+    if (value == nullptr || !PyLong_Check(value)) return false;
+    *into = PyLong_AsSsize_t(value);
+    return *into > 0;
+  }
+
+  PyObject* dictionary_;
+};
+
+// The number in the tensor of an offset, if the host has waited for it once (models/parts/quantized.py).
+bool read_offset(PyObject* offset, double* value) {
+  if (offset == nullptr || class_of(offset) != settings.tensor) return false;
+  const Owned key(PyLong_FromSsize_t(reinterpret_cast<Py_ssize_t>(offset)));
+  PyObject* const known = key ? item(settings.offsets, key.get()) : nullptr;  // (a weak reference, version, number)
+  if (known == nullptr || PyWeakref_GetObject(PyTuple_GetItem(known, 0)) != offset) return false;
+  const Owned version(PyObject_GetAttr(offset, names().version));
+  if (!version || PyLong_AsSsize_t(version.get()) != PyLong_AsSsize_t(PyTuple_GetItem(known, 1))) return false;
+  *value = PyFloat_AsDouble(PyTuple_GetItem(known, 2));
+  return PyErr_Occurred() == nullptr;
+}
+
+bool read_nested(const Held& state, PackedWeight* w) {
+  const Names& n = names();
+  PyObject* const second = state.at(n.state2);
+  PyObject* const of_second = second == nullptr || second == Py_None ? nullptr : state_of(second);
+  if (of_second == nullptr || !read_offset(state.at(n.offset), &w->offset)) return false;
+  const Held nested(of_second);
+  dlpack::Tensor scales;
+  PyObject* const bytes = state.at(n.absmax);
+  if (bytes == nullptr || class_of(bytes) != settings.tensor || !read_codes_directly(bytes, &scales)) return false;
+  w->scales = scales.data;
+  if (!(scales.dtype == dlpack::kUint8) || !is_on(scales, w->device) || !is_contiguous(scales)) return false;
+  if (Held::elements(scales) != w->blocks() || !nested.integer(n.blocksize, &w->nested_block)) return false;
+  const void *floats, *code;
+  if (!nested.floats(n.absmax, settings.tensor, ceil_div(w->blocks(), w->nested_block), w->device, &floats) ||
+      !nested.floats(n.code, settings.tensor, 256, w->device, &code)) {
+    return false;
+  }
+  w->nested_scales = static_cast<const float*>(floats);
+  w->nested_code = static_cast<const float*>(code);
+  return true;
+}
+
+// Reads a layer of bitsandbytes of 4 bits.
+bool read_four_bits(const Held& layer, PyObject* weight, PyObject* dtype, PackedWeight* w) {
+  const Names& n = names();
+  if (layer.at(n.compute_dtype) != dtype || layer.at(n.compute_type_is_set) != Py_True) return false;
+  PyObject* const of_weight = state_of(weight);
+  PyObject* const packed = of_weight == nullptr ? nullptr : item(of_weight, n.quant_state);
+  PyObject* const fields = packed == nullptr || packed == Py_None ? nullptr : state_of(packed);
+  if (fields == nullptr) return false;
+  const Held state(fields);
+  PyObject *const format = state.at(n.quant_type), *const nested = state.at(n.nested);
+  PyObject* const codes = format == nullptr ? nullptr : item(settings.codes, format);
+  if (codes == nullptr || !is_false_or_absent(fields, n.packed_for_cpu) || !is_false_or_absent(fields, n.ipex)) {
+    return false;
+  }
+  if (!Held::pair(state.at(n.shape), &w->n, &w->k) || !state.integer(n.blocksize, &w->block)) return false;
+  dlpack::Tensor data, code;
+  if (!read_codes_directly(weight, &data) || !is_on(data, data.device.index) || !is_contiguous(data)) return false;
+  const Owned index(PyLong_FromSsize_t(data.device.index));
+  PyObject* const of_device = index ? item(codes, index.get()) : nullptr;
+  if (of_device == nullptr || !read_codes_directly(of_device, &code)) return false;
+  w->coding = Coding::kFourBits;
+  w->device = data.device.index;
+  w->data = data.data;
+  w->code = static_cast<const float*>(code.data);
+  w->block_rows = 1;
+  if (Held::elements(data) * data.dtype.bits != w->bytes() * 8) return false;
+  if (nested == Py_True) return read_nested(state, w);
+  return nested == Py_False && state.floats(n.absmax, settings.tensor, w->blocks(), w->device, &w->scales);
+}
+
+// Reads transformers' layer of FP8, with scales of blocks. Its product takes any dtype.
+bool read_blocked(const Held& layer, const Held& parameters, PyObject* weight, PackedWeight* w) {
+  const Names& n = names();
+  PyObject *const scheme = layer.at(n.activation_scheme), *const scales_of_x = parameters.at(n.activation_scale);
+  if (scheme == nullptr || !PyUnicode_Check(scheme) || PyUnicode_CompareWithASCIIString(scheme, "dynamic") != 0) {
+    return false;
+  }
+  if ((scales_of_x != nullptr && scales_of_x != Py_None) || !layer.lacks(n.activation_scale) ||
+      !layer.lacks(n.scale_inv)) {
+    return false;
+  }
+  dlpack::Tensor data;
+  if (!read_codes_directly(weight, &data) || !is_on(data, data.device.index)) return false;
+  if (!(data.dtype == dlpack::kFp8) || data.dims != 2 || !is_contiguous(data)) return false;
+  w->coding = Coding::kFp8;
+  w->device = data.device.index;
+  w->data = data.data;
+  w->n = data.sizes[0], w->k = data.sizes[1];
+  PyObject* const block = layer.at(n.block_size);
+  w->block_rows = w->n, w->block = w->k;
+  if (block != nullptr && block != Py_None && !Held::pair(block, &w->block_rows, &w->block)) return false;
+  // As blocked_refusal() of dispatch.py says.
+  if (w->k % 64 != 0 || w->n % 8 != 0) return false;
+  if (w->k > w->block && w->block != 128 && w->block != 256 && w->block != 512) return false;
+  return parameters.floats(n.scale_inv, settings.parameter, w->blocks(), w->device, &w->scales);
+}
+
+}  // namespace
+
+Answer read_packed(PyObject* layer, PyObject* known, bool recording, PyObject* dtype, PyObject* operands,
+                   Py_ssize_t weight_place, Py_ssize_t bias_place, PackedWeights* weights) {
+  const Names& n = names();
+  PyObject* const state = state_of(layer);
+  if (state == nullptr || weights->count == PackedWeights::kMost || !may_call_directly()) {
+    return PyErr_Occurred() ? kError : kNo;
+  }
+  Answer said = is_bare(layer, state, recording, true);
+  if (said == kYes) said = are_unchanged(PyTuple_GetItem(known, kUnchanged));
+  if (said != kYes) return said;
+  const Held held(state);
+  PyObject* const dictionary = held.at(n.parameters);
+  if (dictionary == nullptr || !PyDict_Check(dictionary) || !held.lacks(n.weight) || !held.lacks(n.bias)) {
+    return PyErr_Occurred() ? kError : kNo;
+  }
+  const Held parameters(dictionary);
+  PyObject *const weight = parameters.at(n.weight), *const bias = parameters.at(n.bias);
+  if (weight == nullptr || bias == nullptr || class_of(weight) != PyTuple_GetItem(known, kWeightClass)) {
+    return PyErr_Occurred() ? kError : kNo;
+  }
+  if (bias != Py_None && class_of(bias) != settings.parameter) return kNo;
+  PackedWeight* const found = &weights->of[weights->count];
+  *found = {};
+  const bool four_bits = PyLong_AsSsize_t(PyTuple_GetItem(known, kForm)) == kFourBits;
+  const bool read =
+      four_bits ? read_four_bits(held, weight, dtype, found) : read_blocked(held, parameters, weight, found);
+  if (!read) return PyErr_Occurred() ? kError : kNo;
+  ++weights->count;
+  said = put(operands, weight_place, four_bits ? weight : Py_None);
+  return said == kYes ? put(operands, bias_place, bias) : said;
+}
+
+Answer takes_rows(const PackedWeights& weights, PyObject* x) {
+  if (weights.in_four_bits()) return kYes;
+  bool rounds = true;  // as _may_round_rows() of dispatch.py says
+  for (int i = 0; i < weights.count; ++i) {
+    const PackedWeight& weight = weights.of[i];
+    if (!weight.blocked()) return kNo;
+    rounds = rounds && (weight.block_rows % 128 == 0 || weight.block_rows >= weight.n);
+  }
+  const int64_t elements = number_of_elements(x), width = elements < 0 ? -1 : size_of_last(x);
+  if (width <= 0) return width < 0 ? kError : kNo;
+  const int64_t rows = elements / width;
+  if (rows <= PyLong_AsSsize_t(settings.few_rows)) return kYes;
+  const Owned most(PyObject_CallFunctionObjArgs(settings.most_rows, x, rounds ? Py_True : Py_False, nullptr));
+  return most ? answer(rows <= PyLong_AsSsize_t(most.get())) : kError;
+}
+
+}  // namespace fused_mlp
