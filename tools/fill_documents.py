@@ -64,7 +64,6 @@ def parts() -> dict[str, str]:
         "generate": generate_table(),
         "training": training_table(),
         "training-steps": training_steps_table(),
-        "training-blocks": training_blocks_table(),
         "adapters": adapters_table(),
         "quantised": quantised_table(QUANTISED),
         "quantised-fp8": quantised_table(FP8),
@@ -181,12 +180,11 @@ def expect_table() -> str:
 
 def training_gains() -> dict[str, list[tuple[float, float]]]:
     """Parts of eager's wall time and peak memory."""
-    llama_1b = next(each for each in run("h200-training-steps")["results"] if each["model"] == "llama-1b")
-    llamas = [each for each in run("h200-training")["results"] if each.get("model") == "llama"] + [llama_1b]
+    steps = {each["model"]: of_eager(each) for each in run("h200-training-steps")["results"]}
     adapted = run(ADAPTERS)["results"]
     return {
-        "training: BERT-base, ViT-B, GPT-2": [of_eager(each) for each in run(BLOCKS)["results"]],
-        "training: Llama 1B, 8B, 4 layers": [of_eager(each) for each in llamas],
+        "training: BERT-base, ViT-B, GPT-2": [steps[model] for model in ("bert", "vit", "gpt2")],
+        "training: Llama 1B, 8B, 2 or 4 layers": [steps[model] for model in ("llama-1b", "llama-8b")],
         "training: Llama with LoRA": [of_eager(each) for each in adapted if each["part"] == "step"],
         "training: QLoRA, Llama 1B, 4 layers, over PEFT": [
             of_eager(each) for each in run(QUANTISED_MODELS)["results"] if each["shape"][0] == "qlora"
@@ -358,26 +356,12 @@ def training_steps_table() -> str:
         eager = result["providers"]["eager"]
         title = f"{STEPS[result['model']]}, {' x '.join(map(str, result['shape']))}"
         for way, of in result["providers"].items():
-            times = (f"{of[key] / 1e3:.1f} ({of[key] / eager[key]:.2f})" for key in ("kernel_us", "wall_us"))
-            gpu, wall = times
-            rows.append((title, STEP_WAYS[way], gpu, f"{of['kernels']:.0f}", wall, f"{of['peak']:.0f}"))
+            gpu, wall = (f"{of[key] / 1e3:.1f} ({of[key] / eager[key]:.2f})" for key in ("kernel_us", "wall_us"))
+            spread = f"± {of['wall_us_spread'] / 2:.0%}"
+            rows.append((title, STEP_WAYS[way], gpu, f"{of['kernels']:.0f}", wall, spread, f"{of['peak']:.0f}"))
             title = ""
-    heads = ("step", "way", "GPU busy, ms (of eager)", "kernels", "wall, ms (of eager)", "peak, MiB")
+    heads = ("step", "way", "GPU busy, ms (of eager)", "kernels", "wall, ms (of eager)", "", "peak, MiB")
     return documents.table(heads, rows, left=2)
-
-
-BLOCKS = "h200-training-blocks"
-
-
-def training_blocks_table() -> str:
-    rows = []
-    for result in run(BLOCKS)["results"]:
-        eager, ours = (result["providers"][way] for way in ("eager", "ours"))
-        title = f"{STEPS[result['model']]}, {' x '.join(map(str, result['shape']))}"
-        gpu, wall, peak = (f"{ours[key] / eager[key]:.2f}" for key in ("kernel_us", "wall_us", "peak"))
-        spread = max(way["wall_us_spread"] / 2 for way in (eager, ours))
-        rows.append((title, f"{eager['wall_us'] / 1e3:.1f}", gpu, f"{wall} ± {spread:.0%}", peak))
-    return documents.table(("step", "eager, ms", "GPU time", "wall time", "peak memory"), rows, left=1)
 
 
 def training_machine() -> str:

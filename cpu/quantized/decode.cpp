@@ -7,6 +7,7 @@
 #include <array>
 #include <bit>
 
+#include "../../torch-ext/operands/zero_point.h"
 #include "../../torch-ext/ops/quantized.h"
 #include "../layers.h"
 
