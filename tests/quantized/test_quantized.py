@@ -1,6 +1,5 @@
 """Functions with quantised weights, against float64 over the decoded weights, and bitsandbytes' own results."""
 
-import copy
 import random
 import sys
 
@@ -307,9 +306,9 @@ def test_one_decoding_each_way(fused_mlp, device, monkeypatch):
     """No call below is composed of PyTorch's operations, and what no gradient needs is not decoded."""
     module = sys.modules[f"{fused_mlp.__name__}.quantized.weights"]
     monkeypatch.setattr(sys.modules[f"{fused_mlp.__name__}.adapters"], "composed", None)
-    decoded, native = [], copy.copy(vars(module.native)["quantized_decode"])
-    spy = lambda *given: (decoded.append(given[1][:2]), native(*given))[1]  # noqa: E731
-    monkeypatch.setattr(module.native, "quantized_decode", spy)
+    decoded, decode = [], module.decoded_like
+    spy = lambda weights, like: (decoded.extend(each.shape for each in weights), decode(weights, like))[1]  # noqa: E731
+    monkeypatch.setattr(module, "decoded_like", spy)
     x, weights = gated(fused_mlp, device)
     out = fused_mlp.gated_mlp(x.requires_grad_(), *weights)
     assert len(decoded) == 3
@@ -318,7 +317,7 @@ def test_one_decoding_each_way(fused_mlp, device, monkeypatch):
     bias = torch.zeros(96, device=device, requires_grad=True)
     out = fused_mlp.gated_mlp(x.detach(), *weights, bias)
     out.sum().backward()
-    assert decoded[9:] == [[64, 96]]  # the last weight alone leads to the first bias
+    assert decoded[9:] == [(64, 96)]  # the last weight alone leads to the first bias
 
 
 def test_double_backward(fused_mlp, device):
