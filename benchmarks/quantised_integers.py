@@ -2,7 +2,7 @@
 
 `int8`: bitsandbytes' Linear8bitLt, which rounds x to int8. Its threshold of outliers is 0: with one it waits for the
 GPU, and is in no CUDA graph. `int4`: in groups of 128, and torch's product for such weights, which torchao packs for it
-anew. On a CPU weights are decoded.
+anew.
 """
 
 import bitsandbytes
@@ -51,21 +51,22 @@ class Int4MLP(nn.Module):
             self.register_buffer(name, torch.randint(256, (out, of // 2), dtype=torch.uint8))
             scales = (0.5 + torch.rand(out, of // GROUP)) * of**-0.5 / 4.6
             self.register_buffer(f"{name}_scales", scales.bfloat16().float())
-            if torch.get_default_device().type == "cuda":  # first in the upper half there, and scales beside zeros
-                data = getattr(self, name)
-                swapped = data % 16 * 16 + data // 16
-                self.register_buffer(f"{name}_packed", torch._convert_weight_to_int4pack(swapped, 8))
-                pairs = torch.stack((scales, torch.zeros_like(scales)), -1).transpose(0, 1)
-                self.register_buffer(f"{name}_pairs", pairs.contiguous().bfloat16())
+            data = getattr(self, name)
+            if torch.get_default_device().type == "cuda":  # first in the upper half there
+                packed = torch._convert_weight_to_int4pack(data % 16 * 16 + data // 16, 8)
+            else:
+                values = torch.stack((data % 16, data // 16), -1).view(out, of)
+                packed = torch._convert_weight_to_int4pack_for_cpu(values.int(), 1)
+            self.register_buffer(f"{name}_packed", packed)
+            pairs = torch.stack((scales, torch.zeros_like(scales)), -1).transpose(0, 1)  # scales beside zeros
+            self.register_buffer(f"{name}_pairs", pairs.contiguous().bfloat16())
 
     def product(self, x: Tensor, name: str) -> Tensor:
         packed, pairs = getattr(self, f"{name}_packed"), getattr(self, f"{name}_pairs")
-        return torch._weight_int4pack_mm(x, packed, GROUP, pairs)
+        multiply = torch._weight_int4pack_mm if x.is_cuda else torch._weight_int4pack_mm_for_cpu
+        return multiply(x, packed, GROUP, pairs)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not x.is_cuda:
-            gate, up, down = self.decoded(x.dtype)
-            return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
         return self.product(F.silu(self.product(x, "gate")) * self.product(x, "up"), "down")
 
     def decoded(self, dtype: torch.dtype) -> list[Tensor]:

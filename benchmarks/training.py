@@ -74,6 +74,7 @@ TIMES = {
     "kernels": "kernels",
     "graph_us": "in graphs",
     "wall_us": "wall us",
+    "thread_us": "us of a thread",
     "saved": "saved MiB",
     "peak": "peak MiB",
 }

@@ -68,6 +68,7 @@ def parts() -> dict[str, str]:
         "quantised": quantised_table(QUANTISED),
         "quantised-fp8": quantised_table(FP8),
         "quantised-integers": quantised_table(INTEGERS),
+        "quantised-cpu": quantised_table(CODES_ON_CPU),
         "quantised-models": quantised_models_table(),
         "quantised-experts": quantised_experts_table(),
         "unfused": unfused_table(),
@@ -88,6 +89,7 @@ def parts() -> dict[str, str]:
         "quantised-machine": quantised_machine(QUANTISED),
         "quantised-fp8-machine": quantised_machine(FP8),
         "quantised-integers-machine": quantised_machine(INTEGERS),
+        "quantised-cpu-machine": quantised_machine(CODES_ON_CPU),
         "quantised-models-machine": quantised_models_machine(),
         "modules-machines": modules_machines(),
         "experts-machine": experts_machine(),
@@ -174,6 +176,11 @@ def expect_table() -> str:
             1 / statistics.median(module_ratios(maker, dtype, way)) for way in ("inference", "training")
         )
         rows.append((title, f"{gain(inference)}; training {gain(trained)}", "", ""))
+    for kind in ("nf4", "int8"):
+        gains = quantised_gains(CODES_ON_CPU, kind, 64)
+        rows.append(
+            (f"{kind.upper() if kind == 'nf4' else kind} MLP, Xeon, 1-64 rows, over bitsandbytes", gain(*gains), "", "")
+        )
     rows += [(what, f"never run: {words}", "", "") for what, words in NEVER_RUN.items()]
     return documents.table(("you run, on an H200 unless named", *MODES.values()), rows, left=4)
 
@@ -419,6 +426,7 @@ def adapters_machine() -> str:
 # Quantised weights.
 
 QUANTISED, FP8, INTEGERS = "h200-quantised", "h200-fp8", "h200-integers"
+CODES_ON_CPU = "xeon-quantised"
 
 
 def quantised_results(name: str) -> list[dict]:
@@ -429,7 +437,12 @@ def quantised_results(name: str) -> list[dict]:
 def quantised_gains(name: str, kind: str, most_rows: int) -> list[float]:
     """Speed-ups of few rows."""
     found = [each for each in quantised_results(name) if each["format"] == kind and each["shape"][0] <= most_rows]
-    return [each["providers"]["eager"]["graph_us"] / each["providers"]["ours"]["graph_us"] for each in found]
+    key = time_of(name)
+    return [each["providers"]["eager"][key] / each["providers"]["ours"][key] for each in found]
+
+
+def time_of(name: str) -> str:
+    return "thread_us" if name == CODES_ON_CPU else "graph_us"
 
 
 def quantised_table(name: str) -> str:
@@ -437,7 +450,7 @@ def quantised_table(name: str) -> str:
     lines: dict[str, dict[int, str]] = {}
     for result in quantised_results(name):
         rows, *width = result["shape"]
-        eager, ours, wide = (result["providers"][way]["graph_us"] for way in ("eager", "ours", "ours-bf16"))
+        eager, ours, wide = (result["providers"][way][time_of(name)] for way in ("eager", "ours", "ours-bf16"))
         sizes = ", ".join(map(str, width))
         lines.setdefault(f"{sizes}: {result['format']}", {})[rows] = f"{ours:.0f} ({gain(eager / ours)})"
         lines.setdefault(f"{sizes}: bfloat16", {}).setdefault(rows, f"{wide:.0f} ({gain(eager / wide)})")
@@ -449,10 +462,12 @@ def quantised_table(name: str) -> str:
 def quantised_machine(name: str) -> str:
     found = run(name)
     facts = found["machine"]
-    spreads = [way["graph_us_spread"] / 2 for each in found["results"] for way in each["providers"].values()]
+    key = f"{time_of(name)}_spread"
+    spreads = [way[key] / 2 for each in found["results"] for way in each["providers"].values()]
     library = f"bitsandbytes {facts['bitsandbytes']}, " if name != FP8 else ""
     return (
-        f"{facts['gpu']}, PyTorch {facts['torch']}, {library}SiLU, rows of bfloat16, in CUDA graphs; "
+        f"{facts.get('gpu') or facts['cpu']}, PyTorch {facts['torch']}, {library}SiLU, rows of bfloat16, "
+        f"{'in CUDA graphs' if 'gpu' in facts else 'CPU time of one thread'}; "
         f"{spread_of(spreads)}."
     )
 
