@@ -56,7 +56,8 @@ def test_product(native, device, seed):
         found = native.mm(a, b)
     exact = a.double() @ b.double()
     assert found.is_contiguous()
-    assert_no_worse_than_eager(found, a.contiguous() @ b.contiguous(), exact)
+    eager = a @ b if device.type == "cuda" else a.contiguous() @ b.contiguous()  # oneDNN reads past the end of a row
+    assert_no_worse_than_eager(found, eager, exact)
 
 
 @on_gpu

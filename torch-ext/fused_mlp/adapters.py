@@ -251,9 +251,12 @@ def run_parts(
         return None
     is_packed = offsets.count(None) < count
     try:
-        if any(a is not None and a.dtype is not x.dtype for a in lists[2]):
-            if any(lists[-1]):  # which draw in float32
-                return None
+        is_wide = False
+        for a in lists[2]:  # a generator would be several frames
+            is_wide = is_wide or (a is not None and a.dtype is not x.dtype)
+        if is_wide and any(lists[-1]):  # a dropout in front of an adapter of float32 draws in that
+            return None
+        if is_wide:
             factors = ([each if each is None else each.to(x.dtype) for each in of] for of in lists[2:4])
             lists = (*lists[:2], *factors, *lists[4:])
         if pattern.packed:

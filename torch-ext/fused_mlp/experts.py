@@ -246,6 +246,8 @@ class _RowsToTokens(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             shares = torch.where(skipped, 0, weights.to(wide)).flatten()
             of_rows = grad.index_select(0, slots // top_k) * shares.index_select(0, slots).unsqueeze(-1)
+            if ctx.masked:  # or a gradient of this takes what stands in the rows of skipped slots times 0
+                of_rows = torch.where(skipped.flatten().index_select(0, slots).unsqueeze(-1), 0, of_rows)
             values_grad = of_rows.to(values.dtype)
         if ctx.needs_input_grad[1]:
             products = _of_slots(values, skipped, rows, ctx.masked) * grad.to(wide).unsqueeze(1)

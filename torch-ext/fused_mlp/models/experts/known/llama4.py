@@ -24,7 +24,7 @@ from ...proving.evaluation import Evaluation
 from ...proving.mixtures import activation_of
 from ...proving.values import NotProved, Proof, Proofs
 from ...reading import source
-from ...reading.attributes import are_unchanged, as_written, class_of, of_call, written
+from ...reading.attributes import are_unchanged, as_written, class_of, finder_of, of_call, written
 from ...running import shortcut
 from .. import mixtures
 
@@ -169,6 +169,8 @@ def _read(module: nn.Module) -> Union[str, _Known]:
 
 
 def _proof_of(module: nn.Module) -> Optional[_Known]:
+    if finder_of(type(module)) is not None:  # reading would run code of the class
+        return None
     kind = class_of(module)
     if f"{kind.__module__}.{kind.__qualname__}" != _NAME:
         return None
