@@ -164,7 +164,7 @@ def expect_table() -> str:
     rows.append(("`generate`: Qwen3 30B-A3B, 8 layers", gain(*eager), "", gain(*graphs)))
     eager, graphs = quantised_models_gains("nf4")
     rows.append(("decoding: Llama 8B in NF4, 8 layers, over bitsandbytes", gain(*eager), "", gain(*graphs)))
-    rows += [(what, steps_gain(found), "", "") for what, found in training_gains().items()]
+    rows += [(what, steps_gain(found), compiled_steps_gain(what), "") for what, found in training_gains().items()]
     rows += [(what, "", "", gain(*found)) for what, found in gains_of_codes().items()]
 
     for title, dtype, maker in (
@@ -185,19 +185,32 @@ def expect_table() -> str:
     return documents.table(("you run, on an H200 unless named", *MODES.values()), rows, left=4)
 
 
+STEPS = "h200-training-steps"
+TRAINED = {
+    "training: BERT-base, ViT-B, GPT-2": ("bert", "vit", "gpt2"),
+    "training: Llama 1B, 8B, 2 or 4 layers": ("llama-1b", "llama-8b"),
+}
+
+
 def training_gains() -> dict[str, list[tuple[float, float]]]:
     """Parts of eager's wall time and peak memory."""
-    steps = {each["model"]: of_eager(each) for each in run("h200-training-steps")["results"]}
+    steps = {each["model"]: of_eager(each) for each in run(STEPS)["results"]}
     adapted = run(ADAPTERS)["results"]
     return {
-        "training: BERT-base, ViT-B, GPT-2": [steps[model] for model in ("bert", "vit", "gpt2")],
-        "training: Llama 1B, 8B, 2 or 4 layers": [steps[model] for model in ("llama-1b", "llama-8b")],
+        **{what: [steps[model] for model in found] for what, found in TRAINED.items()},
         "training: Llama with LoRA": [of_eager(each) for each in adapted if each["part"] == "step"],
         "training: QLoRA, Llama 1B, 4 layers, over PEFT": [
             of_eager(each) for each in run(QUANTISED_MODELS)["results"] if each["shape"][0] == "qlora"
         ],
         "training: LoRA on experts, over PEFT": [of_eager(each) for each in adapted if each["part"] == "experts"],
     }
+
+
+def compiled_steps_gain(what: str) -> str:
+    """Speed-ups over the same steps by torch.compile."""
+    steps = [each["providers"] for each in run(STEPS)["results"] if each["model"] in TRAINED.get(what, ())]
+    found = [each["compile"]["wall_us"] / each["compile-ours"]["wall_us"] for each in steps if "compile-ours" in each]
+    return gain(*found) if found else ""
 
 
 def of_eager(result: dict) -> tuple[float, float]:
@@ -215,10 +228,8 @@ def gains_of_codes() -> dict[str, list[float]]:
     return {
         "NF4 MLP, 1-64 rows, over bitsandbytes": quantised_gains(QUANTISED, "nf4", 64),
         "int8 MLP, 1-64 rows, over bitsandbytes": quantised_gains(INTEGERS, "int8", 64),
-        "int4 MLP (functions only), 1-64 rows, over torch": quantised_gains(INTEGERS, "int4", 64),
         "FP8 MLP, 1-64 rows, over torch": quantised_gains(FP8, "fp8-blocks", 64) + quantised_gains(FP8, "fp8-rows", 64),
         "FP8 experts, 1-128 tokens, over bfloat16 ones": quantised_experts_gains("fp8"),
-        "MXFP4 experts (functions only), likewise": quantised_experts_gains("mxfp4"),
     }
 
 
@@ -339,7 +350,7 @@ def training_table() -> str:
     return documents.table(("M, D, H", "eager, ms", *heads), rows, left=1)
 
 
-STEPS = {  # of benchmarks/training_steps.py
+STEP_TITLES = {  # of benchmarks/training_steps.py
     "llama-1b": "Llama 1B's widths, 4 layers",
     "llama-8b": "Llama 8B's widths, 2 layers",
     "gpt2": "GPT-2",
@@ -359,9 +370,9 @@ STEP_WAYS = {
 def training_steps_table() -> str:
     """Whole steps: the GPU's busy time, kernels, wall time and peak memory of each way, and parts of eager's."""
     rows = []
-    for result in run("h200-training-steps")["results"]:
+    for result in run(STEPS)["results"]:
         eager = result["providers"]["eager"]
-        title = f"{STEPS[result['model']]}, {' x '.join(map(str, result['shape']))}"
+        title = f"{STEP_TITLES[result['model']]}, {' x '.join(map(str, result['shape']))}"
         for way, of in result["providers"].items():
             gpu, wall = (f"{of[key] / 1e3:.1f} ({of[key] / eager[key]:.2f})" for key in ("kernel_us", "wall_us"))
             spread = f"± {of['wall_us_spread'] / 2:.0%}"
