@@ -587,7 +587,7 @@ def test_trained_in_part(fused_mlp, device, form):
 
 @pytest.mark.parametrize("form", [{}, OF_GPT_OSS], ids=["plain", "gpt-oss"])
 def test_rows_behind_the_last_group(fused_mlp, monkeypatch, form):
-    """torch's grouped product on a GPU leaves them as they were in memory: no gradient, of a gradient too, sees that."""
+    """torch's grouped product on a GPU leaves them as they were in memory: no gradient of any order sees that."""
     composition = sys.modules[f"{fused_mlp.__name__}.experts"]
     routing, multiply = composition.routing, composition._GroupedMm.forward
 
