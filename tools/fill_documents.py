@@ -489,7 +489,7 @@ UNQUANTISED = {"nf4": "bitsandbytes NF4", "fp8-blocks": "decoded FP8"}
 
 
 def quantised_models_gains(kind: str) -> tuple[list[float], list[float]]:
-    """Of decoding, in eager mode and in CUDA graphs."""
+    """Speed-ups of decoding, in eager mode and in CUDA graphs."""
     found = [each for each in run(QUANTISED_MODELS)["results"] if each["format"] == kind]
     found = [each["providers"] for each in found if each["shape"][0] == "decoding"]
     eager, graphs = ([of["eager"][key] / of["ours"][key] for of in found] for key in ("wall_us", "graph_us"))

@@ -5,7 +5,7 @@
 // Quantised weights as kernels read them. torch-ext/ops/quantized.h says what their bits stand for.
 namespace fused_mlp::quantized {
 
-// How elements lie: two in a byte, the first in its high or its low half, or one in a byte.
+// The places of elements: two in a byte, the first in its high or its low half, or one in a byte.
 enum class Format { kHighFirst, kLowFirst, kInt8, kFp8 };
 
 // Rows of `k` elements, a multiple of 32, in blocks that have a scale each: that of an element is number

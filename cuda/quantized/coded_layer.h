@@ -89,7 +89,7 @@ struct CodedLayer {
   bool fused() const { return refusal == Refusal::kNone; }
   bool scaled() const { return fused() && plan.scaled(); }
 
-  // Where scales were unnested since.
+  // The unnested scales, once there are some.
   void take(const Part& part, const FloatScales& scales) {
     problem.weight.scales = scales.of(part.first);
     if (part.up != nullptr) problem.up_weight.scales = scales.of(part.up);

@@ -272,7 +272,7 @@ def test_weights_are_read_at_each_call(fused_mlp, device, calls):
 
 
 def test_what_is_left(fused_mlp, device, calls, monkeypatch):
-    """What autograd records, autocast, transforms, patches, another dtype, and inputs of another shape."""
+    """A block that autograd records, autocast, transforms, patches, another dtype, and inputs of another shape."""
     (dtype, *_) = dtypes(device)
     model, fused = pair(fused_mlp, device, dtype=dtype)
     plain, ours, before = layer_of(model).mlp, layer_of(fused).mlp, calls.made["mixture"]
@@ -326,7 +326,7 @@ def test_copies_and_restoring(fused_mlp, device, calls):
 
 
 def test_no_weights_are_held(fused_mlp, device, calls):
-    """What is replaced in a block is freed."""
+    """A part that is replaced in a block is freed."""
     (dtype, *_) = dtypes(device)
     _, fused = pair(fused_mlp, device, dtype=dtype)
     block, before = layer_of(fused).mlp, calls.made["mixture"]
@@ -340,7 +340,7 @@ def test_no_weights_are_held(fused_mlp, device, calls):
 
 
 def test_a_shared_part_that_does_not_fit(fused_mlp, device, calls):
-    """Of another dtype: the block's own code casts the sum."""
+    """A residual of another dtype: the block's own code casts the sum."""
     (dtype, *_) = dtypes(device)
     plain = shared_block(device, dtype)
     plain.shared_experts.register_forward_hook(lambda module, given, out: out.double())

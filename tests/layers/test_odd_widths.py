@@ -45,7 +45,7 @@ def laid_out(rows, columns, draw, device, dtype):
 
 @pytest.mark.parametrize("seed", range(24))
 def test_product(native, device, seed):
-    """Of any layout, by its error: large ones of odd widths are of padded copies on a Hopper GPU."""
+    """Products of any layout, by their error: on a Hopper GPU large ones of odd widths are of padded copies."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     most = 2400 if device.type == "cuda" else 70

@@ -125,7 +125,7 @@ def decoded(fused_mlp, layer):
 
 
 def product(fused_mlp, layer, x):
-    """What a layer computes in its present state, hooks included."""
+    """The result of a layer in its present state, hooks included."""
     result = F.linear(x, decoded(fused_mlp, layer), layer.bias)
     for hook in layer._forward_hooks.values():
         result = hook(layer, (x,), result)

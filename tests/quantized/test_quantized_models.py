@@ -529,6 +529,20 @@ def test_by_themselves_on_a_cpu(fused_mlp, device, ops, kind, nested, dtype):
         assert embedded.grad is not None and ops == []
 
 
+@pytest.mark.skipif(not machine.has_tiles(), reason="on a GPU they are fused, and on other CPUs left")
+def test_many_rows_of_float32_on_a_cpu(fused_mlp, device, ops):
+    """No kernel reads the codes for them: the layers' own products take less time."""
+    with fused_mlp.backend("auto"), torch.no_grad():
+        model, _ = build("Llama", device)
+        fused = copy.deepcopy(model).eval()
+        assert fused_mlp.fuse_mlps(fused).fused
+        for rows, taken in ((96, MLPS), (97, 0)):
+            inputs = {"input_ids": torch.randint(3, 60, (1, rows), device=device)}
+            assert_close(run(fused, inputs), run(model.eval(), inputs), 5e-2)
+            assert ops == ["packed"] * taken
+            ops.clear()
+
+
 @pytest.mark.skipif(not machine.has_tiles(), reason="elsewhere they are decoded, or left")
 def test_layouts_that_are_left_on_a_cpu(fused_mlp, device):
     layer = nn.Linear(72, 96, bias=False)

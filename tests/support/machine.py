@@ -38,7 +38,7 @@ def takes(implementation: str, dtype: torch.dtype) -> bool:
 
 
 def cpu_flags() -> set[str]:
-    """What this CPU can do, as Linux names it."""
+    """The instruction sets of this CPU, as Linux names them."""
     info = Path("/proc/cpuinfo")
     found = re.search(r"^flags\s*:(.*)$", info.read_text(), re.MULTILINE) if info.exists() else None
     return set(found[1].split()) if found else set()

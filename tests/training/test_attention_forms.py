@@ -115,7 +115,7 @@ class OfOthers(Layers):
         return self.q(x) * other.k(x) + self.v(x, *())
 
 
-# How many groups are called at once, and how many layers each has.
+# The number of groups that are called at once, and of layers in each.
 FORMS = {
     Adjacent: [3],
     InATuple: [3],
@@ -179,7 +179,7 @@ def test_an_input_that_is_changed_in_place(fused_mlp, device, counted):
 
 
 def test_nothing_is_kept_of_a_result(fused_mlp, device):
-    """What a call at once gives is let go of where the code lets go of it."""
+    """The results of one call are freed where the code lets go of each."""
     seen = []
 
     class Drops(Layers):

@@ -464,8 +464,8 @@ PyObject* normed(PyObject* norm, PyObject* x) {
   return followed == kError ? nullptr : norm_or_operands(operands, followed == kYes);
 }
 
-// Whether autograd follows linear layers of one input, children of a module, and the operands of their op; nullptr
-// without an error where they are called.
+// True if autograd follows linear layers of one input, children of a module, or False, and the operands of their op;
+// nullptr without an error where they are called.
 PyObject* py_projected(PyObject* given) {
   constexpr Py_ssize_t kMost = 3;
   PyObject* of[3];  // names, module, x

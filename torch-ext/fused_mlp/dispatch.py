@@ -235,14 +235,24 @@ _MOST_ROWS, _MOST_ROWS_ELSEWHERE, _MOST_ROUNDED_ROWS = 32, 16, 128
 # On a Xeon, int8 beside bitsandbytes, whose products of rounded x take less time for more rows of float32. Those of
 # bfloat16 were measured up to _MOST_ROWS_OF_LARGE.
 _MOST_ROWS_ON_CPU = {torch.float32: 4}
+_MOST_DECODED_IN_REGISTERS = 96  # rows of float32 there: more take several times as long as bitsandbytes' product
 FEW_QUANTIZED_ROWS = min(_MOST_ROWS, _MOST_ROWS_ELSEWHERE)  # which are left nowhere
 _LARGE, _MOST_ROWS_OF_LARGE = 1 << 27, 64  # 8192 x 28672 at 256 and 512 rows: 1.15 of the layers' own time
 ANY_ROWS = sys.maxsize
 
 
+def reads_codes_for(x: Tensor) -> bool:
+    """True if kernels read quantised weights for so many rows; else, on a CPU, the layers take less time."""
+    return x.dtype != torch.float32 or x.is_cuda or is_forced() or _rows_of(x) <= _MOST_DECODED_IN_REGISTERS
+
+
+def _rows_of(x: Tensor) -> int:
+    return x.shape[:-1].numel()
+
+
 def has_few_rows(x: Tensor) -> bool:
     """True if products of ``x`` with quantised weights take less time where the weights are read packed."""
-    return x.shape[:-1].numel() <= _FEW_ROWS
+    return _rows_of(x) <= _FEW_ROWS
 
 
 def instead_of_native(op: str, x: Tensor, rows: float) -> Optional[ModuleType]:

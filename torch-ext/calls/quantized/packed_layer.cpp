@@ -9,7 +9,7 @@
 namespace fused_mlp {
 namespace {
 
-// How classes of layers hold their weights.
+// The ways in which classes of layers hold their weights.
 enum Form : Py_ssize_t { kFourBits, kBlocked };
 enum KnownField : Py_ssize_t { kUnchanged, kForm, kWeightClass };
 

@@ -29,7 +29,7 @@ _save = training._save
 
 
 class _Projections(torch.autograd.Function):
-    """Of x, three weights and three biases, of which the last and any bias may be None."""
+    """The node of x, three weights and three biases, of which the last and any bias may be None."""
 
     @staticmethod
     def forward(ctx: Any, *operands: Any) -> Tuple[Tensor, ...]:
@@ -87,7 +87,7 @@ def _composed(
 
 
 class _Rotary(torch.autograd.Function):
-    """Of queries, keys, cosines and sines, the last two of which have no gradient."""
+    """The node of queries, keys, cosines and sines, the last two of which have no gradient."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tuple[Tensor, ...]:

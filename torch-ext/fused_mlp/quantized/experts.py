@@ -57,13 +57,13 @@ class QuantizedStack(NamedTuple):
 
     @classmethod
     def from_fp8(cls, weight: Tensor, scales: Tensor, block: Tuple[int, int] = (128, 128)) -> QuantizedStack:
-        """That of float8_e4m3fn values ``[experts, out, in]`` and their scales, which shares the memory of both."""
+        """The stack of float8_e4m3fn values ``[experts, out, in]`` and their scales, sharing the memory of both."""
         _check_tensors(weight, scales, "weight must be a tensor [experts, out, in]", 3)
         return cls(weight.detach(), scales.detach(), tuple(weight.shape), "fp8", tuple(block))
 
     @classmethod
     def from_mxfp4(cls, blocks: Tensor, scales: Tensor) -> QuantizedStack:
-        """That of a checkpoint of gpt-oss: ``blocks`` uint8 ``[experts, out, in / 32, 16]``, and ``scales`` uint8
+        """The stack of a checkpoint of gpt-oss: ``blocks`` uint8 ``[experts, out, in / 32, 16]``, and ``scales`` uint8
         ``[experts, out, in / 32]``. It shares the memory of both."""
         _check_tensors(blocks, scales, "blocks must be a tensor [experts, out, in / 32, 16]", 4)
         experts, out, count = blocks.shape[:3]

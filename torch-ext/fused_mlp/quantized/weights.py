@@ -73,7 +73,7 @@ class QuantizedWeight(NamedTuple):
 
     @classmethod
     def from_bitsandbytes(cls, weight: Tensor) -> QuantizedWeight:
-        """That of a ``Params4bit``, or of an ``Int8Params`` that has its scales, which shares its memory.
+        """The weight of a ``Params4bit``, or of an ``Int8Params`` that has its scales, which shares its memory.
 
         Raises TypeError for what is none, ValueError for one that is not quantised yet, or packed for a CPU. A layer
         that was called holds the scales of its ``Int8Params`` itself: ``from_int8(weight, layer.state.SCB,
@@ -94,7 +94,7 @@ class QuantizedWeight(NamedTuple):
 
     @classmethod
     def from_fp8(cls, weight: Tensor, scales: Tensor, block: Tuple[int, int] = (128, 128)) -> QuantizedWeight:
-        """That of float8_e4m3fn values ``[out, in]``, which shares the memory of both.
+        """The weight of float8_e4m3fn values ``[out, in]``, which shares the memory of both.
 
         ``scales`` is float32: ``[ceil(out / rows), ceil(in / columns)]`` of blocks of ``block = (rows, columns)``
         values; ``[out, 1]`` or ``[out]`` where a row has one, whatever ``block`` is; of one element for all.
@@ -117,7 +117,7 @@ class QuantizedWeight(NamedTuple):
 
     @classmethod
     def from_int4(cls, weight: Tensor, scales: Tensor, zeros: Union[int, Tensor] = 8) -> QuantizedWeight:
-        """That of values of 0 to 15, less a zero point, in groups of a row, which shares the memory of ``weight``.
+        """The weight of values of 0 to 15, less a zero point, in groups of a row, sharing the memory of ``weight``.
 
         ``weight`` is uint8 ``[out, in / 2]`` or int32 ``[out, in / 8]``, the first value of an element in its lowest
         bits, as compressed-tensors packs them (``weight_packed``). ``scales`` is ``[out, groups]``, and ``zeros`` one
@@ -155,7 +155,7 @@ class QuantizedWeight(NamedTuple):
         g_idx: Optional[Tensor] = None,
         checkpoint_format: str = "gptq",
     ) -> QuantizedWeight:
-        """That of a layer of four bits in a checkpoint of GPTQ, as a copy.
+        """The weight of a layer of four bits in a checkpoint of GPTQ, as a copy.
 
         ``qweight`` is int32 ``[in / 8, out]``, ``qzeros`` int32 ``[groups, out / 8]``, ``scales`` ``[groups, out]``.
         ``checkpoint_format`` is that of the quantisation's configuration, ``"gptq"`` or ``"gptq_v2"``: the first holds
@@ -172,7 +172,7 @@ class QuantizedWeight(NamedTuple):
 
     @classmethod
     def from_awq(cls, qweight: Tensor, qzeros: Tensor, scales: Tensor) -> QuantizedWeight:
-        """That of a layer of four bits in a checkpoint of AWQ (of its version ``gemm``), as a copy.
+        """The weight of a layer of four bits in a checkpoint of AWQ (of its version ``gemm``), as a copy.
 
         ``qweight`` is int32 ``[in, out / 8]``, ``qzeros`` int32 ``[groups, out / 8]``, ``scales`` ``[groups, out]``.
         """
@@ -257,7 +257,7 @@ def _block_of(shape: Tuple[int, int], scales: Tensor, block: Tuple[int, int]) ->
 
 
 def of_state(weight: Tensor, state: Any, offset: float) -> QuantizedWeight:
-    """That of a ``Params4bit`` with this ``QuantState``, whose offset is known."""
+    """The weight of a ``Params4bit`` with this ``QuantState``, whose offset is known."""
     with torch._C.DisableTorchFunctionSubclass():  # a plain tensor, not one of the weight's class
         data = weight.detach()
         data = data if data.dtype is torch.uint8 else data.view(torch.uint8)
@@ -266,7 +266,7 @@ def of_state(weight: Tensor, state: Any, offset: float) -> QuantizedWeight:
 
 
 def held(weight: Any, offset: Optional[float]) -> Optional[QuantizedWeight]:
-    """That of a ``Params4bit`` with this offset; None where that is None."""
+    """The weight of a ``Params4bit`` with this offset; None where that is None."""
     return None if offset is None else of_state(weight, weight.quant_state, offset)
 
 

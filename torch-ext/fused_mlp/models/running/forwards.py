@@ -65,6 +65,8 @@ def fused(
 
 def of_layers(pattern: Pattern, x: Tensor, layers: Sequence[Layer], activation: Activation) -> Optional[Tensor]:
     """The same of layers some of which have adapters, or quantised weights."""
+    if any(type(layer.weight) is QuantizedWeight for layer in layers) and not dispatch.reads_codes_for(x):
+        return None
     if not pattern.packed and _are_plainly_packed(x, layers):
         return _by_codes(pattern, x, layers, activation)
     if not dispatch.may_train_quantized() and not _are_read_in_place(x, layers):
