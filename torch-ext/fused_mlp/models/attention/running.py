@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, List, Optional, Sequence, Tuple
 
+import torch
 from torch import Tensor, nn
 
 from ... import dispatch
@@ -12,12 +13,15 @@ from ...operands import PLAIN_TENSORS
 from ..running import shortcut
 from . import rotary
 
-_plain = shortcut.plain
+_plain, _is_grad_enabled = shortcut.plain, torch.is_grad_enabled
 
 
 def projected(names: Tuple[str, ...], module: nn.Module, x: Any) -> List[Tensor]:
     """The results of linear layers of one input, children of a module, the last first: whoever takes one leaves no
-    reference here. None of them where the layers have to be called."""
+    reference here. None of them where the layers have to be called, or likely no backward follows that would make up
+    for a node: in eval mode, where autograd records."""
+    if not module.training and _is_grad_enabled():
+        return []
     found = _plain.projected(names, module, x)
     if found is None:
         return []
