@@ -13,6 +13,12 @@ from transformers.models.llama import modeling_llama
 from test_norm_training import dtypes_on, error
 
 
+@pytest.fixture(autouse=True)
+def any_size(fused_mlp, monkeypatch):
+    """Projections are taken on every device, of any size."""
+    monkeypatch.setattr(importlib.import_module(f"{fused_mlp.__name__}.dispatch"), "LEAST_PROJECTED", 0)
+
+
 @pytest.fixture
 def nodes(fused_mlp):
     return importlib.import_module(f"{fused_mlp.__name__}.autograd.attention")
@@ -233,14 +239,14 @@ def test_models_train_and_infer_by_the_ops(fused_mlp, device, counted, name):
     assert len(report.attentions) == 2 and all(each.fused for each in report.attentions)
     assert_alike(step(fused, ids), step(plain, ids))
     assert counted == {"projected": projected, "rotated": rotated}
-    with torch.inference_mode():
+    with torch.inference_mode():  # where the layers take the host no longer than their op
         torch.testing.assert_close(fused.eval()(ids).logits, plain.eval()(ids).logits, rtol=2e-4, atol=2e-5)
-    assert counted == {"projected": 2 * projected, "rotated": 2 * rotated}
-    fused(ids)  # in eval mode, where autograd records: a node for projections would cost more than it saves
-    assert counted == {"projected": 2 * projected, "rotated": 3 * rotated}
+    assert counted == {"projected": projected, "rotated": 2 * rotated}
+    fused(ids)  # in eval mode, where autograd records: likely no backward makes up for a node
+    assert counted == {"projected": projected, "rotated": 3 * rotated}
     report.restore()
     assert torch.equal(fused(ids).logits, plain(ids).logits)
-    assert counted == {"projected": 2 * projected, "rotated": 3 * rotated}
+    assert counted == {"projected": projected, "rotated": 3 * rotated}
 
 
 @pytest.mark.parametrize("change", ["hook", "class", "function", "autocast", "replaced"])

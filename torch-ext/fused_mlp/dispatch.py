@@ -29,6 +29,8 @@ _AUTO_BACKENDS = tuple(_BACKENDS[name] for name in _AUTO)
 # products, on a Hopper GPU. They take weights of every layout, as the compiled ones do not.
 _TRITON_EXPERTS_ROWS = 8
 
+NEVER = 1 << 62  # more elements than there are
+
 # On a CPU, an op under autograd costs a node written in Python: these pay from so many elements of their hidden values
 # on, by measurement.
 LEAST_RECORDED: Dict[torch.dtype, Dict[str, int]] = {
@@ -55,7 +57,12 @@ WORK_OF_MANY = 4
 # A dropout, the sum with a residual and the norm of that as one op where autograd follows: from so many elements on.
 # The host takes 1.05 to 1.2 of eager's time for it, so it pays where a GPU has more to do than the host: about where
 # LEAST_WORK begins for MLPs of four times the width. On a CPU it was not measured.
-LEAST_SUM: Dict[torch.dtype, int] = dict.fromkeys(native._DTYPES, 1 << 62 if native.DEVICE_TYPE == "cpu" else 1 << 22)
+LEAST_SUM: Dict[torch.dtype, int] = dict.fromkeys(native._DTYPES, NEVER if native.DEVICE_TYPE == "cpu" else 1 << 22)
+
+# Projections of one input as one node where autograd follows: from so many elements of the input on, in training mode.
+# The host takes longer for the node than for three layers. On a CPU small models took 1.07 to 1.10 of their time with
+# it, and larger ones were not measured; nor was inference on a GPU.
+LEAST_PROJECTED: int = 1 << 22 if native.DEVICE_TYPE == "cuda" else NEVER
 
 # A norm by itself in eval mode, where likely no backward follows that would make up for its node. Inside of a model the
 # node takes a CPU as long as the kernel saves up to about so many elements.

@@ -194,10 +194,11 @@ def of_norm(module: nn.Module) -> Outcome:
     return Outcome(FULL, (), pattern) if refusal is None else Outcome(NONE, (Reason(OWN_WAY, "", refusal),), pattern)
 
 
-def of_attention(method: FunctionType, module: nn.Module) -> Outcome:
-    """The outcome of the projections of one input, and the rotary embedding, of an attention."""
-    reasons = called(attention.refusals_of(method, module))
-    return Outcome(NONE if reasons else FULL, reasons, attention.pattern_of(method))
+def of_attention(method: FunctionType, module: nn.Module) -> Optional[Outcome]:
+    """The outcome of the projections of one input, and the rotary embedding, of an attention; None if neither is
+    computed in the module's present mode."""
+    reasons, pattern = called(attention.refusals_of(method, module)), attention.pattern_of(method, module)
+    return Outcome(NONE if reasons else FULL, reasons, pattern) if pattern else None
 
 
 def is_attention(pattern: str) -> bool:

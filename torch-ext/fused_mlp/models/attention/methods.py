@@ -9,6 +9,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Set, Tuple
 
 from torch import nn
 
+from ... import dispatch
 from ..matching.roles import Role, harmless_calls, is_call
 from ..methods.functions import Instead
 from ..parts import adapters, refusals
@@ -47,7 +48,8 @@ def fused_methods(module: nn.Module, memory: str) -> Dict[str, FunctionType]:
     if shortcut.plain is None or not isinstance(forward, FunctionType):
         return {}
     values = {text: values_of(node, forward, module) for text, node in rewriter.callees(forward).items()}
-    layers = [text for text, found in values.items() if all(map(_is_layer, found.values()))]
+    takes_layers = dispatch.LEAST_PROJECTED < dispatch.NEVER
+    layers = [text for text, found in values.items() if takes_layers and all(map(_is_layer, found.values()))]
     rotaries = [text for text, found in values.items() if all(map(rotary.is_rotary, found.values()))]
     if len(layers) < 2 and not rotaries:
         return {}
@@ -60,16 +62,16 @@ def is_fused(function: Any) -> bool:
     return function in _parts
 
 
-def pattern_of(function: FunctionType) -> str:
-    """The pattern of a fused method in reports."""
+def pattern_of(function: FunctionType, module: nn.Module) -> str:
+    """The pattern in reports of what a fused method computes in the module's present mode, of training or not."""
     layers, rotaries = _parts[function]
-    return ", ".join((*([PROJECTIONS] if layers else []), *([ROTARY] if rotaries else [])))
+    return ", ".join((*([PROJECTIONS] if layers and module.training else []), *([ROTARY] if rotaries else [])))
 
 
 def refusals_of(function: FunctionType, module: nn.Module) -> Dict[str, Optional[str]]:
     """The reasons why layers of a fused method are called one by one in the module's present state, by their names."""
     around = refusals.of_global_state()
-    names = [name for group in _parts[function].layers for name in group]
+    names = [name for group in _parts[function].layers for name in group if module.training]
     found = {name: around or _refusal_of(attribute_of(module, name)) for name in names}
     return {**found, **({ROTARY: around} if _parts[function].rotaries else {})}
 

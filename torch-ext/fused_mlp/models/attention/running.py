@@ -18,9 +18,9 @@ _plain, _is_grad_enabled = shortcut.plain, torch.is_grad_enabled
 
 def projected(names: Tuple[str, ...], module: nn.Module, x: Any) -> List[Tensor]:
     """The results of linear layers of one input, children of a module, the last first: whoever takes one leaves no
-    reference here. None of them where the layers have to be called, or likely no backward follows that would make up
-    for a node: in eval mode, where autograd records."""
-    if not module.training and _is_grad_enabled():
+    reference here. None of them where the layers have to be called, or take the host less time."""
+    is_trained = module.training and _is_grad_enabled() and isinstance(x, Tensor)
+    if not is_trained or x.numel() < dispatch.LEAST_PROJECTED:
         return []
     found = _plain.projected(names, module, x)
     if found is None:
