@@ -78,7 +78,8 @@ LEAST_PRODUCT: Dict[torch.dtype, int] = {
 LEAST_RECORDED_PRODUCT = 3 << 24 if native.DEVICE_TYPE == "cuda" else 0
 
 # Formats of quantised weights that a CPU takes by itself, where it has tiles.
-_ON_TILES, _ON_CPU = native.reads_codes_on_tiles(), ("nf4", "fp4", "int8")
+_ON_TILES = native.DEVICE_TYPE == "cpu" and native.reads_codes_on_tiles()
+_ON_CPU = ("nf4", "fp4", "int8")
 
 # Layers with weights of four bits and adapters: up to so many rows a product reads the weight packed, and the adapter's
 # products are added to its result. For more rows the weight is decoded first, and the adapter is part of the product.
