@@ -374,30 +374,32 @@ LEFT = (
 )
 
 
+def compiled_answer(fused_mlp, device):
+    """A layer of four bits, and a call of the compiled code that reads it."""
+    fused = block(fused_mlp, device, "nf4")
+    fused(input_on(device))
+    plain = part_of(fused_mlp, "models.running.shortcut").plain
+    adapted, forwards = (part_of(fused_mlp, f"models.running.{name}") for name in ("adapted", "forwards"))
+    layer = fused.mlp.gate_proj
+    return layer, lambda: plain.adapted(forwards.LINEAR, layer, input_on(device), adapted._IDENTITY.function)
+
+
 @pytest.mark.parametrize("change", LEFT, ids=lambda change: change.__name__)
 @torch.no_grad()
 def test_left_to_python(fused_mlp, device, change):
     """Compiled code gives no answer for a layer in such a state."""
-    fused = block(fused_mlp, device, "nf4")
-    fused(input_on(device))
-    plain = part_of(fused_mlp, "models.running.shortcut").plain
-    adapted, forwards = (part_of(fused_mlp, f"models.running.{name}") for name in ("adapted", "forwards"))
-    given = forwards.LINEAR, fused.mlp.gate_proj, input_on(device), adapted._IDENTITY.function
-    assert plain.adapted(*given) is not None
-    change(fused.mlp.gate_proj)
-    assert plain.adapted(*given) is None
+    layer, answer = compiled_answer(fused_mlp, device)
+    assert answer() is not None
+    change(layer)
+    assert answer() is None
 
 
 @torch.no_grad()
 def test_patched_classes_are_left(fused_mlp, device, monkeypatch):
-    fused = block(fused_mlp, device, "nf4")
-    fused(input_on(device))
-    plain = part_of(fused_mlp, "models.running.shortcut").plain
-    adapted, forwards = (part_of(fused_mlp, f"models.running.{name}") for name in ("adapted", "forwards"))
-    given = forwards.LINEAR, fused.mlp.gate_proj, input_on(device), adapted._IDENTITY.function
-    assert plain.adapted(*given) is not None
+    _, answer = compiled_answer(fused_mlp, device)
+    assert answer() is not None
     monkeypatch.setattr(bnb, "matmul_4bit", lambda *given, **named: None)
-    assert plain.adapted(*given) is None
+    assert answer() is None
 
 
 @torch.no_grad()

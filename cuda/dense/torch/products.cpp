@@ -36,10 +36,11 @@ struct Lines {
            reinterpret_cast<uintptr_t>(matrix.const_data_ptr()) % (2 * kVectorOfHalves) == 0;
   }
 
-  // The same matrix, or uninitialised memory for it, in rows x columns that are no fewer.
+  // True if it has this size, in lines of whole vectors.
   bool fits(int64_t rows, int64_t columns) const {
     return are_vectors() && matrix.size(0) == rows && matrix.size(1) == columns;
   }
+  // The matrix itself, or uninitialised memory for a larger one.
   Tensor memory_for(int64_t rows, int64_t columns) const {
     if (fits(rows, columns)) return matrix;
     const Tensor made = are_columns ? new_dense(matrix, {columns, rows}) : new_dense(matrix, {rows, columns});

@@ -9,7 +9,8 @@ namespace fused_mlp {
 constexpr int64_t kVectorOfHalves = 8;  // 16 bytes
 
 // out [m, n] = a [m, k] b [k, n] + bias [n]. Each matrix has adjacent elements in its rows, a and b also in their
-// columns instead. Copies take an eighth of a GiB at most, and the memory of b.
+// columns instead. Copies take an eighth of a GiB, or 1,024 rows where those
+// are more, and the memory of b.
 void multiply(const Tensor& out, const Tensor& a, const Tensor& b, const OptionalTensor& bias = std::nullopt);
 
 // out += a b

@@ -250,8 +250,7 @@ def _plan_of(
     return rewriter.lean_methods(module, methods), outcome.of_methods(module, methods.values())
 
 
-_UNCOMPARED = (routers.is_fused, blocks.is_fused, adapted.is_fused, normed.is_fused, wrappers.is_fused)
-_UNCOMPARED += (llama4.is_fused,)
+_UNCOMPARED = tuple(each.is_fused for each in (routers, blocks, adapted, normed, wrappers, llama4))
 
 
 def _is_read(module: nn.Module, name: str, own: Any, method: FunctionType) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, List, Optional, Sequence, Tuple
 
-import torch
 from torch import Tensor, nn
 
 from ... import dispatch
@@ -13,14 +12,14 @@ from ...operands import PLAIN_TENSORS
 from ..running import shortcut
 from . import rotary
 
-_plain, _is_grad_enabled = shortcut.plain, torch.is_grad_enabled
+_plain = shortcut.plain
 
 
 def projected(names: Tuple[str, ...], module: nn.Module, x: Any) -> List[Tensor]:
     """The results of linear layers of one input, children of a module, the last first: whoever takes one leaves no
     reference here. None of them where the layers have to be called, or take the host less time."""
-    is_trained = module.training and _is_grad_enabled() and isinstance(x, Tensor)
-    if not is_trained or x.numel() < dispatch.LEAST_PROJECTED:
+    # Under no_grad too: a call in training mode has the bits of one that autograd records.
+    if not module.training or not isinstance(x, Tensor) or x.numel() < dispatch.LEAST_PROJECTED:
         return []
     found = _plain.projected(names, module, x)
     if found is None:
