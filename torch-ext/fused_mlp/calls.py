@@ -304,7 +304,7 @@ def autograd_follows(*given: Optional[Tensor]) -> bool:
 
 def pointwise_reason(*given: Optional[Tensor]) -> Optional[str]:
     """The reason why not even the pointwise part of a call on these operands can be one op, or None if it can."""
-    return _operand_reason(*given) or _ambient_reason()
+    return _operand_reason(*given) or ambient_reason()
 
 
 def _operand_reason(*given: Optional[Tensor]) -> Optional[str]:
@@ -316,7 +316,7 @@ def _operand_reason(*given: Optional[Tensor]) -> Optional[str]:
     return None
 
 
-def _ambient_reason() -> Optional[str]:
+def ambient_reason() -> Optional[str]:
     """The global state that has to see the parts of any call, or None."""
     return _recorder() or ("torch.func follows the parts" if training.is_transformed() else None)
 
@@ -395,7 +395,7 @@ def _may_be_cached() -> bool:
     """True if autocast's cache can be used: autograd records the operands, and no mode or transform follows them."""
     if _is_compiling() or not training.is_recording() or not torch.is_autocast_cache_enabled():
         return False
-    return not training.is_followed() and _ambient_reason() is None
+    return not training.is_followed() and ambient_reason() is None
 
 
 def _cast_once(tensor: Tensor, dtype: torch.dtype) -> Tensor:

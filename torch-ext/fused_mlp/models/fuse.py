@@ -124,7 +124,7 @@ def layers_in(module: nn.Module) -> List[nn.Module]:
 
 def _is_read_with_others(module: nn.Module) -> bool:
     """True for a linear layer, or a wrapper of experts, which has no method of its own inside of what is fused."""
-    return adapters.is_known(module) or wrappers.is_wrapper(module) or adapted.is_odd(module)
+    return adapters.is_known(module) or wrappers.is_wrapper(module) or adapted.is_padded(module)
 
 
 def blocks_around(module: nn.Module) -> Dict[int, str]:

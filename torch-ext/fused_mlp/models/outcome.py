@@ -183,7 +183,7 @@ def of_wrapper(module: nn.Module) -> Outcome:
 def of_adapted(module: nn.Module) -> Optional[Outcome]:
     """The outcome of a layer by itself: with an adapter, or a quantised weight, or of widths that are padded."""
     refusal, pattern = adapted.refusal(module), f"{forwards.LINEAR}{adapters.words_of((module,))}"
-    if adapted.is_odd(module):
+    if adapted.is_padded(module):
         return Outcome(FULL, (), _PADDED) if refusal is None else None
     return Outcome(FULL, (), pattern) if refusal is None else Outcome(NONE, (Reason(OWN_WAY, "", refusal),), pattern)
 

@@ -292,7 +292,7 @@ def _of_module(module: nn.Module, found: Experts, tensors: Tuple[Optional[Tensor
         return around
     up = tensors[0]
     is_read = quantized.is_read(module)
-    reason = quantized.refusal(module, found.weights) if is_read else _of_weights(tensors)
+    reason = quantized.refusal(module, found.weights) if is_read else refusal_of_weights(tensors)
     if reason is not None:
         return reason
     number = module.__dict__.get("num_experts", found.experts)
@@ -308,7 +308,7 @@ def _of_module(module: nn.Module, found: Experts, tensors: Tuple[Optional[Tensor
     return None
 
 
-def _of_weights(tensors: Tuple[Optional[Tensor], ...]) -> Optional[str]:
+def refusal_of_weights(tensors: Tuple[Optional[Tensor], ...]) -> Optional[str]:
     for tensor in tensors:
         if tensor is None:
             continue
@@ -354,4 +354,4 @@ def _of_kind(x: Any, index: Any, weights: Any, up: Tensor) -> Optional[str]:
             return "operands of another kind"
     if not (x.is_cpu or x.is_cuda):
         return "operands of another kind"
-    return "autocast" if calls.autocasts(x) else calls._ambient_reason()
+    return "autocast" if calls.autocasts(x) else calls.ambient_reason()

@@ -33,7 +33,7 @@ _LEAST_ELEMENTS, _LEAST_WEIGHTS = 1 << 19, 1 << 18
 def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
     """The forward of such a layer made anew, by name; nothing for any other module, or where it cannot pay."""
     if not adapters.is_known(module):
-        return {"forward": _fused_method(nn.Linear.forward)} if is_odd(module) else {}
+        return {"forward": _fused_method(nn.Linear.forward)} if is_padded(module) else {}
     layer = adapters.layer_of(module)
     if type(layer) is str and not adapters.is_adapted(module):
         return {}
@@ -57,7 +57,7 @@ def _fused_method(method: FunctionType) -> FunctionType:
     return forward
 
 
-def is_odd(module: nn.Module) -> bool:
+def is_padded(module: nn.Module) -> bool:
     """True for a plain linear layer whose widths torch's products take long for."""
     if type(module) is not nn.Linear or adapters.is_known(module):
         return False
@@ -68,7 +68,7 @@ def is_odd(module: nn.Module) -> bool:
 def refusal(module: nn.Module) -> Optional[str]:
     """The reason why such a layer runs as it was written in its present state; None if it is one op."""
     state = adapters.of_state(module)
-    if state is None and is_odd(module):
+    if state is None and is_padded(module):
         return refusals.of_global_state() or linear.refusal(module.weight)
     if state is not None:
         return state

@@ -121,7 +121,7 @@ def _takes(module: nn.Module, x: Any) -> bool:
     up = module._modules[_EXPERTS].gate_up_proj
     if type(x) not in (Tensor, nn.Parameter) or x.dtype != up.dtype or x.device != up.device or x.numel() == 0:
         return False
-    return (x.is_cpu or x.is_cuda) and not calls.autocasts(x) and calls._ambient_reason() is None
+    return (x.is_cpu or x.is_cuda) and not calls.autocasts(x) and calls.ambient_reason() is None
 
 
 def _pays(module: nn.Module, x: Tensor) -> bool:
@@ -165,7 +165,7 @@ def _read(module: nn.Module) -> Union[str, _Known]:
     number, top_k = up.shape[0], router.__dict__.get("top_k")
     if down.shape[0] != number or router.weight.shape[0] != number or type(top_k) is not int or not 0 < top_k <= number:
         return f"{top_k} of {number} experts"
-    return mixtures._of_weights((up, down)) or known
+    return mixtures.refusal_of_weights((up, down)) or known
 
 
 def _proof_of(module: nn.Module) -> Optional[_Known]:
