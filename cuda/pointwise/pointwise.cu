@@ -25,8 +25,7 @@ unsigned threads_for(int64_t elements, int64_t of_thread) {
 // Two vectors for each thread keep the memory busy. Elements that fit into one round of blocks take as long as one
 // thread's arithmetic: with one vector that is half.
 template <typename T, int Width, typename Op>
-cudaError_t launch(Op op, Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, int64_t cols,
-                   cudaStream_t stream) {
+cudaError_t launch(Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, int64_t cols, cudaStream_t stream) {
   const int vectors = Width > 1 && rows * cols <= kOneRound<Width> ? 1 : kMostVectors;
   const unsigned threads = threads_for(rows * cols, Width * vectors);
   unsigned x = threads;  // narrow rows share a block
@@ -34,7 +33,7 @@ cudaError_t launch(Op op, Operands<Op::kInputs, Op::kOutputs> operands, int64_t 
   const dim3 block(x, threads / x);
   const dim3 grid(static_cast<unsigned>(ceil_div(cols, int64_t{x} * Width * vectors)),
                   static_cast<unsigned>(std::min(ceil_div(rows, block.y), kMaxGridY)));
-  pointwise_kernel<T, Width, Op><<<grid, block, 0, stream>>>(op, operands, rows, cols, vectors);
+  pointwise_kernel<T, Width, Op><<<grid, block, 0, stream>>>(operands, rows, cols, vectors);
   return cudaGetLastError();
 }
 
@@ -46,7 +45,7 @@ cudaError_t launch_row(Operands<Op::kInputs, Op::kOutputs> operands, int64_t col
   return cudaGetLastError();
 }
 
-// True if the 16-byte kernel takes the columns of these, but for the last of a row: fewer than one vector.
+// Columns the 16-byte kernel takes; the rest of a row (fewer than one vector) goes to the element-wise one.
 template <int Width, int N>
 bool vectorisable(const Matrix (&matrices)[N], int64_t rows) {
   return std::all_of(matrices, matrices + N, [&](const Matrix& m) {
@@ -55,8 +54,7 @@ bool vectorisable(const Matrix (&matrices)[N], int64_t rows) {
 }
 
 template <typename T, typename Op>
-cudaError_t run(Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, int64_t cols, int64_t activation,
-                cudaStream_t stream) {
+cudaError_t run(Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, int64_t cols, cudaStream_t stream) {
   if (rows == 0 || cols == 0) return cudaSuccess;
   const auto dense = [&](const Matrix& m) { return m.row_stride == cols; };
   if (std::all_of(std::begin(operands.in), std::end(operands.in), dense) &&
@@ -76,14 +74,13 @@ cudaError_t run(Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, int6
     }
     done = cols - cols % kWidth;
     if (done > 0) {
-      const cudaError_t error = launch<T, kWidth>(Op(), operands, rows, done, stream);
+      const cudaError_t error = launch<T, kWidth, Op>(operands, rows, done, stream);
       if (error != cudaSuccess || done == cols) return error;
     }
   }
   for (Matrix& m : operands.in) m.data = static_cast<T*>(m.data) + done;
   for (Matrix& m : operands.out) m.data = static_cast<T*>(m.data) + done;
-  using OfAny = ChosenAtRunTime<typename Op::template With<Activation::kLinear>>;
-  return launch<T, 1>(OfAny{activation}, operands, rows, cols - done, stream);
+  return launch<T, 1, Op>(operands, rows, cols - done, stream);
 }
 
 }  // namespace
@@ -94,8 +91,8 @@ cudaError_t launch_act_and_mul(Matrix gate, Matrix up, Matrix out, int64_t rows,
     using T = std::remove_pointer_t<decltype(element)>;
     cudaError_t error = cudaErrorInvalidValue;
     visit_activation(activation, [&]<Activation A>() {
-      error = up.data == nullptr ? run<T, Forward<A, T, false>>({{gate}, {out}}, rows, cols, activation, stream)
-                                 : run<T, Forward<A, T, true>>({{gate, up}, {out}}, rows, cols, activation, stream);
+      error = up.data == nullptr ? run<T, Forward<A, T, false>>({{gate}, {out}}, rows, cols, stream)
+                                 : run<T, Forward<A, T, true>>({{gate, up}, {out}}, rows, cols, stream);
     });
     return error;
   });
@@ -110,15 +107,13 @@ cudaError_t launch_act_and_mul_backward(Matrix grad, Matrix gate, Matrix up, Mat
     visit_activation(activation, [&]<Activation A>() {
       if (up.data == nullptr) {
         error = values.data == nullptr
-                    ? run<T, Backward<A, T, false, false>>({{grad, gate}, {gate_grad}}, rows, cols, activation, stream)
-                    : run<T, Backward<A, T, false, true>>({{grad, gate}, {gate_grad, values}}, rows, cols, activation,
-                                                          stream);
+                    ? run<T, Backward<A, T, false, false>>({{grad, gate}, {gate_grad}}, rows, cols, stream)
+                    : run<T, Backward<A, T, false, true>>({{grad, gate}, {gate_grad, values}}, rows, cols, stream);
       } else {
         error = values.data == nullptr
-                    ? run<T, Backward<A, T, true, false>>({{grad, gate, up}, {gate_grad, up_grad}}, rows, cols,
-                                                          activation, stream)
+                    ? run<T, Backward<A, T, true, false>>({{grad, gate, up}, {gate_grad, up_grad}}, rows, cols, stream)
                     : run<T, Backward<A, T, true, true>>({{grad, gate, up}, {gate_grad, up_grad, values}}, rows, cols,
-                                                         activation, stream);
+                                                         stream);
       }
     });
     return error;
@@ -126,8 +121,7 @@ cudaError_t launch_act_and_mul_backward(Matrix grad, Matrix gate, Matrix up, Mat
 }
 
 cudaError_t launch_add(void* sum, void* term, int64_t elements, cudaStream_t stream) {
-  return run<float, Sum>({{{sum, elements}, {term, elements}}, {{sum, elements}}}, 1, elements,
-                         static_cast<int64_t>(Activation::kLinear), stream);
+  return run<float, Sum>({{{sum, elements}, {term, elements}}, {{sum, elements}}}, 1, elements, stream);
 }
 
 }  // namespace fused_mlp

@@ -17,16 +17,14 @@ constexpr int kThreads = 256;
 template <Activation A, typename T>
 using Fn = ActivationFn<A, std::is_same_v<T, float> ? Precision::kFloat32 : Precision::kFloat16>;
 
-// The operations: `kInputs` operands in, `kOutputs` out, `apply` on one element of each; `With` is the same of another
-// activation. Those that are light have row_kernel besides: a loop shows in their time where there are few elements.
+// The operations: `kInputs` operands in, `kOutputs` out, `apply` on one element of each. Those that are light have
+// row_kernel besides: a loop shows in their time where there are few elements.
 template <Activation A, typename T, bool Gated>
 struct Forward {
-  template <Activation Other>
-  using With = Forward<Other, T, Gated>;
   static constexpr bool kIsLight = true;
   static constexpr int kInputs = Gated ? 2 : 1;
   static constexpr int kOutputs = 1;
-  __device__ __forceinline__ void apply(const float (&in)[kInputs], float (&out)[kOutputs]) const {
+  static __device__ __forceinline__ void apply(const float (&in)[kInputs], float (&out)[kOutputs]) {
     out[0] = Fn<A, T>::value(in[0]);
     if constexpr (Gated) out[0] *= in[1];
   }
@@ -35,12 +33,10 @@ struct Forward {
 // With `Values`, the last output is what Forward computes.
 template <Activation A, typename T, bool Gated, bool Values>
 struct Backward {
-  template <Activation Other>
-  using With = Backward<Other, T, Gated, Values>;
   static constexpr bool kIsLight = false;
   static constexpr int kInputs = Gated ? 3 : 2;
   static constexpr int kOutputs = (Gated ? 2 : 1) + (Values ? 1 : 0);
-  __device__ __forceinline__ void apply(const float (&in)[kInputs], float (&out)[kOutputs]) const {
+  static __device__ __forceinline__ void apply(const float (&in)[kInputs], float (&out)[kOutputs]) {
     const float grad = in[0], gate = in[1];
     if constexpr (Gated) {
       out[0] = grad * in[2] * Fn<A, T>::derivative(gate);
@@ -53,26 +49,11 @@ struct Backward {
 };
 
 struct Sum {
-  template <Activation>
-  using With = Sum;
   static constexpr bool kIsLight = false;
   static constexpr int kInputs = 2;
   static constexpr int kOutputs = 1;
-  __device__ __forceinline__ void apply(const float (&in)[kInputs], float (&out)[kOutputs]) const {
+  static __device__ __forceinline__ void apply(const float (&in)[kInputs], float (&out)[kOutputs]) {
     out[0] = in[0] + in[1];
-  }
-};
-
-// The operation of an activation that is known at run time, for elements that are read one by one: one kernel serves
-// all activations.
-template <typename Op>
-struct ChosenAtRunTime {
-  static constexpr int kInputs = Op::kInputs;
-  static constexpr int kOutputs = Op::kOutputs;
-  int64_t activation;
-
-  __device__ __forceinline__ void apply(const float (&in)[kInputs], float (&out)[kOutputs]) const {
-    visit_activation(activation, [&]<Activation A>() { typename Op::template With<A>().apply(in, out); });
   }
 };
 
@@ -85,14 +66,14 @@ struct Operands {
 constexpr int kMostVectors = 2;
 
 template <typename Op, typename T, int Width>
-__device__ __forceinline__ void apply_to_vectors(const Op& op, const Vector<T, Width> (&in)[Op::kInputs],
+__device__ __forceinline__ void apply_to_vectors(const Vector<T, Width> (&in)[Op::kInputs],
                                                  float (&results)[Op::kOutputs][Width]) {
 #pragma unroll
   for (int lane = 0; lane < Width; ++lane) {
     float x[Op::kInputs], y[Op::kOutputs];
 #pragma unroll
     for (int i = 0; i < Op::kInputs; ++i) x[i] = to_float(in[i].lane[lane]);
-    op.apply(x, y);
+    Op::apply(x, y);
 #pragma unroll
     for (int i = 0; i < Op::kOutputs; ++i) results[i][lane] = y[i];
   }
@@ -102,7 +83,7 @@ __device__ __forceinline__ void apply_to_vectors(const Op& op, const Vector<T, W
 // operand.
 template <typename T, int Width, typename Op>
 __global__ void __launch_bounds__(kThreads)
-    pointwise_kernel(Op op, Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, int64_t cols, int vectors) {
+    pointwise_kernel(Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, int64_t cols, int vectors) {
   using Vec = Vector<T, Width>;
   // At 16 bits a vector has work enough to hide latencies: not unrolled, the loop takes fewer registers, and more warps
   // fit. A vector of float32 has half as many values.
@@ -126,7 +107,7 @@ __global__ void __launch_bounds__(kThreads)
       const int64_t col = first_col + int64_t{u} * blockDim.x * Width;
       if (u >= vectors || col + Width > cols) break;
       float results[Op::kOutputs][Width];
-      apply_to_vectors(op, in[0], results);
+      apply_to_vectors<Op>(in[0], results);
 #pragma unroll
       for (int i = 0; i < Op::kOutputs; ++i) {
         store(static_cast<T*>(operands.out[i].data) + row * operands.out[i].row_stride + col, results[i]);
@@ -147,7 +128,7 @@ __global__ void __launch_bounds__(kThreads) row_kernel(Operands<Op::kInputs, Op:
       in[i] = *reinterpret_cast<const Vector<T, W>*>(static_cast<const T*>(operands.in[i].data) + col);
     }
     float results[Op::kOutputs][W];
-    apply_to_vectors(Op(), in, results);
+    apply_to_vectors<Op>(in, results);
 #pragma unroll
     for (int i = 0; i < Op::kOutputs; ++i) store(static_cast<T*>(operands.out[i].data) + col, results[i]);
   };

@@ -167,18 +167,18 @@ def test_a_choice_of_memory_that_does_not_exist(fused_mlp, device, function):
 
 
 def test_under_autograd_a_product_is_fused(fused_mlp, device):
-    made = operands("act_and_mul", (4, 128), (8, 256, 8), device=device)  # 2^17 elements of gate and up
+    made = operands("act_and_mul", (8, 128), (8, 256, 8), device=device)  # 2^18 elements of gate and up
     made["gate"].requires_grad_()
     assert ops_called(fused_mlp.act_and_mul, made) == ["act_and_mul"]
 
 
 @pytest.mark.skipif(machine.device_type() != "cpu", reason="a rule for CPUs")
 def test_a_small_product_under_autograd_is_left_to_torch(fused_mlp):
-    made = operands("act_and_mul", (127,), (8, 1024, 8))  # 1024 elements short of 2^17
+    made = operands("act_and_mul", (255,), (8, 1024, 8))  # 1024 elements short of 2^18
     made["gate"].requires_grad_()
     assert ops_called(fused_mlp.act_and_mul, made) == []
     explanation = fused_mlp.explain(fused_mlp.act_and_mul, **made)
-    assert (explanation.implementation, "fewer than 131072" in explanation.reason) == ("torch", True)
+    assert (explanation.implementation, "fewer than 262144" in explanation.reason) == ("torch", True)
     with fused_mlp.backend("cpu"):
         assert ops_called(fused_mlp.act_and_mul, made) == ["act_and_mul"]
 

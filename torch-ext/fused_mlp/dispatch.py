@@ -35,7 +35,7 @@ NEVER = 1 << 62  # more elements than there are
 # on, by measurement.
 LEAST_RECORDED: Dict[torch.dtype, Dict[str, int]] = {
     dtype: {
-        "act_and_mul": 1 << 17,
+        "act_and_mul": 1 << 18,
         **dict.fromkeys(("linear", "mlp", "gated_linear", "gated_mlp"), native.least_recorded(dtype)),
     }
     for dtype in native._DTYPES

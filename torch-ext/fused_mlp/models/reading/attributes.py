@@ -125,8 +125,15 @@ class Written(NamedTuple):
         return {name: part for name, part in parts.items() if part is not None}
 
     def is_as_read(self) -> bool:
-        parts = ((self.function, name, part) for name, part in self.parts().items())
-        return are_unchanged((*parts, *self.looked_up))
+        """True if it is unchanged itself; some fused methods ask this at every call."""
+        function = self.function
+        if function.__code__ is not self.code:
+            return False
+        if self.defaults is not None and function.__defaults__ is not self.defaults:
+            return False
+        if self.named_defaults is not None and function.__kwdefaults__ is not self.named_defaults:
+            return False
+        return not self.looked_up or are_unchanged(self.looked_up)
 
 
 written: WeakKeyDictionary[FunctionType, Written] = WeakKeyDictionary()  # by the fused functions made of them

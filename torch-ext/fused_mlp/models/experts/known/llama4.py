@@ -18,6 +18,7 @@ from .... import calls
 from ....autograd import training
 from ....backends import native
 from ....experts import Form
+from ....operands import PLAIN_TENSORS
 from ...methods import switching
 from ...parts import refusals
 from ...proving.evaluation import Evaluation
@@ -87,8 +88,9 @@ def _fused_method(method: FunctionType) -> FunctionType:
         another = instead(self)
         if another is not None:
             return another(self, hidden_states)
-        known = None if torch.compiler.is_compiling() else _read(self)
-        if not isinstance(known, _Known) or not _takes(self, hidden_states) or not _pays(self, hidden_states):
+        # First what costs least to ask: small calls run as they were written.
+        known = None if torch.compiler.is_compiling() or not _pays(self, hidden_states) else _read(self)
+        if not isinstance(known, _Known) or not _takes(self, hidden_states):
             return method(self, hidden_states)
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         scores, logits = self.router(rows)
@@ -116,34 +118,45 @@ def _routed(module: nn.Module, form: Form, index: Tensor, rows: Tensor, scores: 
     return results if top_k == 1 else results.view(tokens, top_k, -1).sum(1)
 
 
-def _takes(module: nn.Module, x: Any) -> bool:
+def _takes(module: nn.Module, x: Tensor) -> bool:
     """True if experts can be called on the input of a block."""
     up = module._modules[_EXPERTS].gate_up_proj
-    if type(x) not in (Tensor, nn.Parameter) or x.dtype != up.dtype or x.device != up.device or x.numel() == 0:
+    if x.dtype != up.dtype or x.device != up.device:
         return False
     return (x.is_cpu or x.is_cuda) and not calls.autocasts(x) and calls.ambient_reason() is None
 
 
-def _pays(module: nn.Module, x: Tensor) -> bool:
-    """True if the chosen experts take less time than all of them: as they were measured on an H200, in bfloat16.
+def _pays(module: nn.Module, x: Any) -> bool:
+    """True if the chosen experts take less time than all of them, as they were measured on an H200, and on a CPU.
+
+    Whether the block is as it was read is asked afterwards.
 
     With few tokens reading the weights takes the time. Products that train read those of the chosen experts at less of
     the bandwidth than one product of all does, until its arithmetic takes longer. On other GPUs each expert is a
-    product of its own, which has to gain more.
+    product of its own, which has to gain more; on a CPU what autograd records costs time of its own.
     """
-    if x.is_cpu:
-        return True
-    tokens, experts = x.numel() // x.shape[-1], module._modules[_EXPERTS].gate_up_proj.shape[0]
-    if not (native.DEVICE_TYPE == "cuda" and native.is_hopper(x)) or x.dtype != torch.bfloat16:
+    up, top_k = module._modules[_EXPERTS]._parameters.get(_WEIGHTS[0]), module._modules[_ROUTER].__dict__.get("top_k")
+    if type(x) not in PLAIN_TENSORS or x.numel() == 0 or type(top_k) is not int or up is None or up.dim() != 3:
+        return False
+    tokens, experts = x.numel() // x.shape[-1], up.shape[0]
+    if not x.is_cpu and not (native.DEVICE_TYPE == "cuda" and native.is_hopper(x) and x.dtype == torch.bfloat16):
         return tokens >= _MANY_ELSEWHERE
-    if not (module.training or calls.autograd_follows(x, *module.parameters())):
-        return True
-    read = 1.0 - (1.0 - 1.0 / experts) ** (tokens * module.router.top_k)  # the part of the experts that is chosen
-    return tokens >= _MANY or read <= _MOST_READ
+    recorded = module.training or (
+        shortcut.is_grad_enabled() and (x.is_cpu or calls.autograd_follows(x, *module.parameters()))
+    )
+    read = 1.0 - (1.0 - 1.0 / experts) ** (tokens * top_k)  # the part of the experts that is chosen
+    if not x.is_cpu:
+        return not recorded or tokens >= _MANY or read <= _MOST_READ
+    left_out = (experts - top_k) * tokens * 3 * (up.shape[1] * up.shape[2] // 2)
+    if left_out < _LEAST_LEFT_OUT[x.dtype == torch.float32, recorded]:
+        return False
+    return x.dtype == torch.float32 or tokens >= _MANY_ON_CPU or read <= _MOST_READ
 
 
-_MANY, _MANY_ELSEWHERE = 192, 1024  # tokens
+_MANY, _MANY_ELSEWHERE, _MANY_ON_CPU = 192, 1024, 64  # tokens
 _MOST_READ = 0.4
+# Multiplications that are left out, from so many on, by whether they are of float32, and whether autograd records.
+_LEAST_LEFT_OUT = {(True, False): 1 << 21, (True, True): 1 << 26, (False, False): 1 << 21, (False, True): 1 << 29}
 
 
 def _read(module: nn.Module) -> Union[str, _Known]:
