@@ -332,6 +332,20 @@ def test_extreme_gradients(fused_mlp, device, implementation, activation, dtype,
     special_values.check_gradients(fused_mlp, implementation, device, activation, dtype, create_graph)
 
 
+@pytest.mark.skipif(machine.device_type() != "cpu", reason="GPUs take no longer for subnormal numbers")
+@pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh"])
+def test_no_traces_of_which_products_are_subnormal(fused_mlp, activation):
+    """A CPU takes up to a hundred times as long for those, and eager has zero there."""
+    gate = torch.linspace(-16, 16, 4096).reshape(2, 2048).requires_grad_()
+    up = torch.ones(2, 2048)
+    with fused_mlp.backend("cpu"):
+        result = fused_mlp.act_and_mul(gate, up, activation)
+        (gradient,) = torch.autograd.grad(result.sum(), gate)
+    for values in (result, gradient):
+        assert values[values != 0].abs().min() > 2.0**-80
+        assert torch.isfinite(values).all()
+
+
 @pytest.mark.parametrize("special", [torch.inf, -torch.inf, torch.nan, 1e4, 1e30])
 @dtypes
 @pytest.mark.parametrize("function", ["linear", "gated_linear", "gated_mlp", "mlp"])

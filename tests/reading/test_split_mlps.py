@@ -3,6 +3,7 @@
 import copy
 import functools
 import inspect
+import sys
 from types import MethodType
 
 import pytest
@@ -84,6 +85,17 @@ def test_dropout_that_is_active_is_applied(fused_mlp, device, whole):
         torch.manual_seed(0)
         assert_close(fused(x), expected)
     assert len(whole) == 1
+
+
+def test_little_work_that_autograd_follows_is_left_at_once(fused_mlp, device, monkeypatch):
+    """Both modules are called as they were written; all that is asked before is asked by compiled code."""
+    model = built("deberta").to(device)
+    inputs = {name: value.to(device) for name, value in inputs_of(model).items()}
+    expected = model(**inputs)[0]
+    fused_mlp.fuse_mlps(model)
+    running = sys.modules[f"{fused_mlp.__name__}.models.running.split_mlps"]
+    monkeypatch.setattr(running, "split_mlp", lambda *_, **__: pytest.fail("asked in Python"))
+    assert largest_error([model(**inputs)[0]], [expected]) <= 5e-5
 
 
 class Doubled(nn.Dropout):

@@ -77,13 +77,20 @@ PyObject* split_mlp(PyObject* firsts, PyObject* seconds, PyObject* owner, PyObje
   // norm.
   PyObject* ending = PyTuple_GetItem(last, 2);
   const bool normed = PyObject_IsTrue(ending) == 1;
-  if (followed == kYes && !normed) return nullptr;
   const Objects parts = ends.all(), passing = parts.subspan(1, parts.size() - 1 - normed);
   const size_t in_front = passing.size() - PyLong_AsSsize_t(PyTuple_GetItem(last, kCountBehind));
   Few& given = starts;
   if (!given.add(parts[0])) return nullptr;
   const bool in_eval = item(state, names().training) == Py_False;
   Mlp mlp{PyTuple_GetItem(of_first, 0), x, given.all().subspan(1), given.all()[0], passing.first(in_front), in_eval};
+  if (recording && !normed && class_of(x) == settings.tensor && is_quiet() == kYes) {
+    const Owned dtype(PyObject_GetAttr(x, names().dtype));
+    const Block none{Py_None, Py_None, {}, names().one, Py_None, Py_None};
+    const Answer left = dtype ? is_left(mlp, nullptr, dtype.get(), none) : kError;
+    if (left == kYes) return noting_left(first, PyBool_FromLong(false));
+    if (left == kError && !is_answer()) return nullptr;
+  }
+  if (followed == kYes && !normed) return nullptr;
   if (ending != Py_None && PyTuple_Size(rest) == 1) {
     const Block block{Py_None,
                       Py_None,

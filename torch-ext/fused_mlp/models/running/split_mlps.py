@@ -103,9 +103,9 @@ def split_mlp_of_children(
             found = training.as_recorded(lambda new: _split_mlp_of_children(memory, owner, names, new, x, given), x)
         else:
             found = _split_mlp_of_children(memory, owner, names, x, x, given)
-        if found is False:  # it does too little for an op
+        if found is False and memory == training.KEPT:  # it does too little for an op
             return None
-        if found is not None:
+        if found is not None and found is not False:
             if type(found) is not tuple:
                 return found
             result, segment, second = found
