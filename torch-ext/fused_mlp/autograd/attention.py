@@ -63,6 +63,9 @@ class _Projections(torch.autograd.Function):
         return tuple([next(found) if need else None for need in needs])
 
 
+_record_projections = nodes.applied(_Projections, getattr(native.plain_modules, "projected_backward", None))
+
+
 @functools.cache
 def _saved(needs: nodes.Needs) -> nodes.Saved:
     """The input where a weight is trained, and the weights where the input has a gradient."""
@@ -115,7 +118,7 @@ def _turned_back(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 # Without what torch's own ``apply`` does before this in Python, for operands of transforms.
-_record_projections, _record_rotary = (super(torch.autograd.Function, kind).apply for kind in (_Projections, _Rotary))
+_record_rotary = super(torch.autograd.Function, _Rotary).apply
 
 
 def projected(is_followed: bool, operands: Tuple[Any, ...]) -> Sequence[Tensor]:
