@@ -105,7 +105,8 @@ class _Rotary(torch.autograd.Function):
         def composed() -> Tuple[Optional[Tensor], ...]:
             return tuple([None if grad is None else _turned_back(grad, *angles) for grad in grads])
 
-        if None in grads or training.is_gradient_seen(grads[0]):
+        # To ask if None is among them would compare tensors with it, by an exception each.
+        if grads[0] is None or grads[1] is None or training.is_gradient_seen(grads[0]):
             return (*composed(), None, None)
         rotate = native.rotary if _dispatch_modes() else _rotate
         return (*dispatch.op_or_parts(rotate, (*grads, *angles, True), composed), None, None)
@@ -117,8 +118,7 @@ def _turned_back(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return grad * cos.unsqueeze(1) + torch.cat((high, -low), dim=-1)
 
 
-# Without what torch's own ``apply`` does before this in Python, for operands of transforms.
-_record_rotary = super(torch.autograd.Function, _Rotary).apply
+_record_rotary = nodes.applied(_Rotary)
 
 
 def projected(is_followed: bool, operands: Tuple[Any, ...]) -> Sequence[Tensor]:

@@ -66,7 +66,7 @@ if native.plain_modules is not None:
     )
 
 
-def applied(kind: type, compiled: Optional[Callable[..., Any]]) -> Callable[..., Any]:
+def applied(kind: type, compiled: Optional[Callable[..., Any]] = None) -> Callable[..., Any]:
     """The ``apply`` of a node without what torch's own does before it in Python, for operands of transforms.
 
     ``compiled`` computes the gradients in place of the node's ``backward`` where it can (torch-ext/calls/direct/
@@ -80,7 +80,7 @@ def applied(kind: type, compiled: Optional[Callable[..., Any]]) -> Callable[...,
 
     if compiled is not None:
         kind.backward = staticmethod(both)
-        kind._backward_cls.apply = both
+    kind._backward_cls.apply = kind.backward
     return super(torch.autograd.Function, kind).apply
 
 
