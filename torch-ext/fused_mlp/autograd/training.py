@@ -152,7 +152,7 @@ def least_rows(op: str, gated: bool, activation: int, weight: Tensor, memory: st
 
 
 def is_left_to_compiler(op: str, x: Tensor, weight: Tensor, memory: str) -> bool:
-    """True if torch.compile makes faster code of an MLP that autograd follows than an op is, by sizes as it traces them.
+    """True if torch.compile makes faster code of an MLP that autograd follows than an op is, by the sizes it traces.
 
     One that is to save memory, or for which a backend is forced, is never left.
     """
@@ -304,7 +304,7 @@ def gradients(
         if not _keeps_graph():
             ctx.own = ()  # what autograd saves it frees as well
             alone = plain and _are_alone(own)
-    is_lost = hasattr(ctx, "overwritten")  # by an op that has failed
+    is_lost = not _is_compiling() and hasattr(ctx, "overwritten")  # by an op that has failed
     gate, up = saved[7:9] if own is None else own
 
     def composed() -> Tuple[Tensor, ...]:
