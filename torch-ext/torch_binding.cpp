@@ -2,6 +2,7 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include "calls/direct/gradients.h"
 #include "calls/direct/ops.h"
 #include "calls/plain_modules.h"
 #include "registration.h"
@@ -193,6 +194,8 @@ PyMODINIT_FUNC FUSED_MLP_INIT(TORCH_EXTENSION_NAME)() {
                                    nullptr,
                                    nullptr};
   PyObject* const module = PyModule_Create(&definition);
-  if (module != nullptr && PyModule_AddFunctions(module, fused_mlp::direct_op_methods) != 0) return nullptr;
+  for (PyMethodDef* more : {fused_mlp::direct_op_methods, fused_mlp::gradient_methods}) {
+    if (module != nullptr && PyModule_AddFunctions(module, more) != 0) return nullptr;
+  }
   return module;
 }

@@ -173,6 +173,7 @@ def test_rows_of_relu(fused_mlp, device, monkeypatch):
         monkeypatch.setitem(dispatch.LEAST_WORK, key, 0)
     for bounds in dispatch.LEAST_RECORDED.values():
         monkeypatch.setitem(bounds, "mlp", 880)
+    monkeypatch.setattr(dispatch, "LEAST_COMPILED", 0)
     (entry,) = fused_mlp.fuse_mlps(Plain(nn.ReLU).to(device).train()).fused
     assert entry.reason == ("trained from 640 rows on" if device.type == "cpu" else "")
 

@@ -94,10 +94,36 @@ def test_one_op(fused_mlp, device, kind, memory, training):
     assert fused_mlp.fuse_mlps(fused, memory=memory).fused
     run, backend = compiled(fused)
     x = x_of(device)
-    with torch.set_grad_enabled(training):
+    # In training the compiler has those without a gate on a GPU, unless the ops are forced.
+    with torch.set_grad_enabled(training), fused_mlp.backend(device.type if training else "auto"):
         assert_close(run(x), module(x))
     op = "training_forward" if training else "gated_mlp" if kind in (Gated, PackedGated) else "mlp"
     assert backend.ops() == ([op], 0)
+
+
+@pytest.mark.parametrize("least", [88 * 32 * 10, 88 * 32 * 11])
+def test_little_work_is_the_compilers(fused_mlp, device, monkeypatch, least):
+    """Of 10 rows in training: plain MLPs alone, and none that are to save memory."""
+    dispatch = importlib.import_module(f"{fused_mlp.__name__}.dispatch")
+    monkeypatch.setattr(dispatch, "LEAST_COMPILED", least)
+    x, is_left = x_of(device, 2, 5), least > 88 * 32 * 10
+    for kind, memory, op in (
+        (Plain, "activations", None if is_left else "training_forward"),
+        (Plain, "recompute", "training_forward"),
+        (Gated, "activations", "training_forward"),
+    ):
+        torch.compiler.reset()
+        module = kind().to(device).train()
+        report = fused_mlp.fuse_mlps(module, memory=memory)
+        rows = f"trained under torch.compile from {least // (88 * 32)} rows on"
+        assert (
+            (rows in str(report))
+            == (rows in str(fused_mlp.explain(module)))
+            == ((kind, memory) == (Plain, "activations"))
+        )
+        run, backend = compiled(module)
+        run(x).sum().backward()
+        assert backend.ops() == (([], 2) if op is None else ([op], 0))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

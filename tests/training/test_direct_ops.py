@@ -1,7 +1,9 @@
 """Ops of training are called past torch's dispatcher, unless something is to see them there."""
 
 import importlib
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,13 +40,16 @@ def run(module_of, device):
     sizes = (2, 3, 32), (48, 32), (32, 48), (48,), (32,), (32,), (32,)
     x, *parameters = (torch.randn(size, device=device) for size in sizes)
 
-    def run(kind, x=x):
+    def run(kind, x=x, in_leaves=False):
         leaves = [each.clone().requires_grad_() for each in (x, *parameters)]
         given, first, second, bias, second_bias, *norm = leaves
         residual = None if kind == "pre_normed" else given
         layers = given, first, None, second, bias, None, second_bias
         found = getattr(blocks, kind)(*layers, residual, *norm, 1e-5, 1, code, None, True, 0.0)
         result = found if kind == "pre_normed" else found[0]
+        if in_leaves:
+            result.square().sum().backward()
+            return [result.detach(), *(leaf.grad for leaf in leaves)]
         return [result.detach(), *torch.autograd.grad(result.square().sum(), leaves)]
 
     return run
@@ -56,6 +61,41 @@ def test_past_the_dispatcher(run, kind, ops_that_raise, module_of):
     shortcut = module_of("models.running.shortcut")
     shortcut.plain.configure({**shortcut._settings, "handles": None})
     assert all(map(torch.equal, found, run(kind)))
+
+
+@pytest.mark.parametrize("kind", ["pre_normed", "post_normed"])
+def test_a_backward_in_compiled_code(run, kind, module_of):
+    """One function of Python runs for a node, where all of its gradients are asked for."""
+    frames, folder = [], str(Path(module_of("autograd.blocks").__file__).parent)
+
+    def called(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(folder):
+            frames.append(frame.f_code.co_name)
+
+    expected = run(kind)
+    with torch.autograd.set_multithreading_enabled(False):
+        sys.setprofile(called)
+        try:
+            found = run(kind, in_leaves=True)
+        finally:
+            sys.setprofile(None)
+    assert [name for name in frames if name in ("both", "backward", "gradients", "asked")] == ["both"]
+    assert all(map(torch.equal, found, expected))
+
+
+def test_gradients_are_not_compared(device, module_of, monkeypatch):
+    """To ask of a tensor if it equals None takes longer than a small kernel."""
+
+    def compared(*_):
+        raise AssertionError("tensors were compared")
+
+    q, k = (torch.randn(2, heads, 5, 16, device=device, requires_grad=True) for heads in (4, 2))
+    cos, sin = (torch.randn(1, 5, 16, device=device) for _ in range(2))
+    turned = module_of("autograd.attention").rotated(q, k, cos, sin)
+    loss = sum(each.square().sum() for each in turned)
+    monkeypatch.setattr(torch.Tensor, "__eq__", compared)
+    loss.backward()
+    assert q.grad is not None and k.grad is not None
 
 
 @pytest.mark.parametrize("kind", ["pre_normed", "post_normed"])

@@ -54,6 +54,11 @@ LEAST_WORK: Dict[Tuple[bool, bool], int] = (
 )
 WORK_OF_MANY = 4
 
+# Under torch.compile an MLP without a gate that autograd follows is left to the compiler below so many multiplications
+# in its first layer: it fuses the norm and the sum around the MLP as well, and steps that small wait for the host. Just
+# above, an op takes 0.90 of the compiler's time on the GPU, and 0.94 to 1.02 of its wall time.
+LEAST_COMPILED: int = 1 << 34 if native.DEVICE_TYPE == "cuda" else 0
+
 # A dropout, the sum with a residual and the norm of that as one op where autograd follows: from so many elements on.
 # The host takes 1.05 to 1.2 of eager's time for it, so it pays where a GPU has more to do than the host: about where
 # LEAST_WORK begins for MLPs of four times the width. On a CPU it was not measured.

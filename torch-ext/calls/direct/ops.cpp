@@ -16,43 +16,16 @@
 #include "../../ops/quantized.h"
 #include "../../torch_binding.h"
 #include "../answers.h"
-#include "../plain_mlp.h"
+#include "tensors.h"
 
 namespace fused_mlp {
 namespace {
 
-// The functions of torch from a tensor of Python's to a handle of it, which is new and in a capsule, and from a list of
-// such to tensors. The function from one to a tensor leaks it (PyTorch 2.13).
-PyObject* to_handle() { return PyTuple_GetItem(settings.handles, 0); }
-PyObject* to_tensors() { return PyTuple_GetItem(settings.handles, 1); }
-
 #if defined(CUDA_KERNEL)
-constexpr auto device_of_ops = aoti_torch_device_type_cuda;
 constexpr auto add_tensors = aoti_torch_cuda_add_Tensor;
 #else
-constexpr auto device_of_ops = aoti_torch_device_type_cpu;
 constexpr auto add_tensors = aoti_torch_cpu_add_Tensor;
 #endif
-
-// True if the dispatcher would do nothing with this tensor but to hand it on to the ops of this build.
-bool is_plain(const Tensor& tensor) {
-  static const int32_t device = device_of_ops(), strided = aoti_torch_layout_strided();
-  int32_t its_device = -1, layout = -1;
-  return aoti_torch_get_device_type(tensor.get(), &its_device) == 0 && its_device == device &&
-         aoti_torch_get_layout(tensor.get(), &layout) == 0 && layout == strided;
-}
-
-// Takes a tensor. False where it is none, or not plain.
-bool take_tensor(PyObject* given, OptionalTensor* tensor) {
-  if (!is_tensor(given)) return false;
-  const Owned negated(PyObject_CallFunctionObjArgs(settings.is_negated, given, nullptr));
-  if (truth(negated.get()) != kNo) return false;
-  const Owned capsule(PyObject_CallFunctionObjArgs(to_handle(), given, nullptr));
-  void* const handle = capsule ? PyCapsule_GetPointer(capsule.get(), nullptr) : nullptr;
-  if (handle == nullptr) return false;
-  *tensor = Tensor(static_cast<AtenTensorHandle>(handle));
-  return is_plain(**tensor);
-}
 
 // An operand as a parameter of an op's function: what is kept of it for the call, and whether it can be one.
 template <typename Parameter>
@@ -141,16 +114,7 @@ struct Operand<const std::vector<int64_t>&> : ListOperand<int64_t, int64_t> {};
 template <>
 struct Operand<const std::vector<double>&> : ListOperand<double, double> {};
 
-PyObject* tensors_of(const std::vector<Tensor>& found) {
-  const Owned handles(PyList_New(found.size()));
-  for (size_t i = 0; handles && i < found.size(); ++i) {
-    AtenTensorHandle handle = nullptr;
-    if (aoti_torch_new_tensor_handle(found[i].get(), &handle) != 0) return PyErr_NoMemory();
-    PyObject* const capsule = PyCapsule_New(handle, nullptr, nullptr);
-    if (capsule == nullptr || PyList_SetItem(handles.get(), i, capsule) != 0) return nullptr;
-  }
-  return handles ? PyObject_CallFunctionObjArgs(to_tensors(), handles.get(), nullptr) : nullptr;
-}
+using fused_mlp::tensors_of;
 
 template <typename... Tensors>
 PyObject* tensors_of(const std::tuple<Tensors...>& found) {

@@ -63,6 +63,9 @@ class _Projections(torch.autograd.Function):
         return tuple([next(found) if need else None for need in needs])
 
 
+_record_projections = nodes.applied(_Projections, getattr(native.plain_modules, "projected_backward", None))
+
+
 @functools.cache
 def _saved(needs: nodes.Needs) -> nodes.Saved:
     """The input where a weight is trained, and the weights where the input has a gradient."""
@@ -102,7 +105,8 @@ class _Rotary(torch.autograd.Function):
         def composed() -> Tuple[Optional[Tensor], ...]:
             return tuple([None if grad is None else _turned_back(grad, *angles) for grad in grads])
 
-        if None in grads or training.is_gradient_seen(grads[0]):
+        # To ask if None is among them would compare tensors with it, by an exception each.
+        if grads[0] is None or grads[1] is None or training.is_gradient_seen(grads[0]):
             return (*composed(), None, None)
         rotate = native.rotary if _dispatch_modes() else _rotate
         return (*dispatch.op_or_parts(rotate, (*grads, *angles, True), composed), None, None)
@@ -114,8 +118,7 @@ def _turned_back(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return grad * cos.unsqueeze(1) + torch.cat((high, -low), dim=-1)
 
 
-# Without what torch's own ``apply`` does before this in Python, for operands of transforms.
-_record_projections, _record_rotary = (super(torch.autograd.Function, kind).apply for kind in (_Projections, _Rotary))
+_record_rotary = nodes.applied(_Rotary)
 
 
 def projected(is_followed: bool, operands: Tuple[Any, ...]) -> Sequence[Tensor]:

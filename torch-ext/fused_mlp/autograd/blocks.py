@@ -26,6 +26,8 @@ _pre_normed_forward, _post_normed_forward = (
     getattr(native.plain_modules, name, None) for name in ("pre_normed_forward", "post_normed_forward")
 )
 
+_compiled = (getattr(native.plain_modules, f"{name}_backward", None) for name in ("pre_normed", "post_normed"))
+
 # Bound once: to look it up is a measurable part of a small call.
 _native_dropout = torch._VF.native_dropout
 
@@ -116,5 +118,4 @@ class _PostNormed(torch.autograd.Function):
         return (*layers[:6], last_bias if in_norm else layers[6], *of_norm, *(None,) * 6)
 
 
-# Without what torch's own ``apply`` does before this in Python, for operands of transforms.
-pre_normed, post_normed = (super(torch.autograd.Function, kind).apply for kind in (_PreNormed, _PostNormed))
+pre_normed, post_normed = map(nodes.applied, (_PreNormed, _PostNormed), _compiled)

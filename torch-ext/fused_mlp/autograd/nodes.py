@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from operator import itemgetter
 from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from ..backends import strides
+from ..backends import native, strides
 
 Operands = Tuple[Optional[Tensor], ...]
 Needs = Tuple[bool, ...]
 
 # Bound once: to look these up is a measurable part of a small call.
-_is_compiling = torch.compiler.is_compiling
+_is_compiling, _is_traced = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling
 _will_run = torch._C._will_engine_execute_node
 
 _WEIGHTS_FIRST = (1, 2, 3, 0, 4, 5, 6)
@@ -52,6 +54,34 @@ def saved(needs: Needs, keep: bool) -> Saved:
     places = tuple(index if want else -1 for index, want in enumerate(wanted))
     lost = tuple(index for index, (need, want) in enumerate(zip(needs, wanted)) if need and not want)
     return Saved(itemgetter(*places), places, True, x or weight or bias or second_weight, lost)
+
+
+if native.plain_modules is not None:
+    native.plain_modules.configure_backwards(
+        torch._C._functorch.is_legacy_batchedtensor,
+        _will_run,
+        torch._C._autograd._get_current_graph_task_keep_graph,
+        sys.getrefcount,
+        ((forward_ad, "_current_level", -1),),
+    )
+
+
+def applied(kind: type, compiled: Optional[Callable[..., Any]] = None) -> Callable[..., Any]:
+    """The ``apply`` of a node without what torch's own does before it in Python, for operands of transforms.
+
+    ``compiled`` computes the gradients in place of the node's ``backward`` where it can (torch-ext/calls/direct/
+    gradients.h). The engine calls the two without what torch's own way does before that in Python.
+    """
+    backward = kind.backward
+
+    def both(ctx: Any, *grads: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+        found = None if _is_traced() else compiled(ctx, *grads)  # Dynamo cannot look into compiled code
+        return backward(ctx, *grads) if found is None else found
+
+    if compiled is not None:
+        kind.backward = staticmethod(both)
+    kind._backward_cls.apply = kind.backward
+    return super(torch.autograd.Function, kind).apply
 
 
 def layout(inputs: Tuple[Any, ...], needs: Needs) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import dispatch
 from .._ops import add_op_namespace_prefix
 from ..backends import native, reference
-from . import training
+from . import nodes, training
 
 # Past torch's dispatcher where nothing has to see them there (torch-ext/calls/direct/ops.h).
 _plain_forward, _plain_sum_forward, _plain_backward = (
@@ -71,7 +71,8 @@ def of_sum(
 
 
 def _setup(ctx: Any, given: Tuple[Any, ...], statistics: Tensor) -> None:
-    x, weight, bias, *ctx.how = given
+    x, weight, bias, *how = given
+    ctx.how = tuple(how)
     ctx.save_for_backward(x, weight, bias, statistics)
 
 
@@ -225,8 +226,8 @@ def _wanted(needs: Tuple[bool, ...], drops: bool) -> Tuple[Tuple[bool, ...], int
     return wanted, sum(want << place for place, want in enumerate(wanted))
 
 
-# Without what torch's own ``apply`` does before this in Python, for operands of transforms.
-_norm, _of_sum = (super(torch.autograd.Function, kind).apply for kind in (_Norm, _OfSum))
+_compiled = (getattr(native.plain_modules, f"{name}_backward", None) for name in ("normed", "of_sum"))
+_norm, _of_sum = map(nodes.applied, (_Norm, _OfSum), _compiled)
 
 
 def _setup_context(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, Tensor]) -> None:

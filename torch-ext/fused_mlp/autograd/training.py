@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from operator import itemgetter
 from sys import getrefcount
 from types import ModuleType
@@ -36,7 +37,7 @@ _plain_forward, _plain_backward, _plain_backward_in_place = (
     getattr(native.plain_modules, f"training_{name}", None) for name in ("forward", "backward", "backward_")
 )
 
-_save = getattr(native.plain_modules, "save", None)
+_save, _compiled_backward = (getattr(native.plain_modules, name, None) for name in ("save", "recorded_backward"))
 
 # Bound once: to look these up is a measurable part of a small call.
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -148,6 +149,26 @@ def least_rows(op: str, gated: bool, activation: int, weight: Tensor, memory: st
         return -(-dispatch.LEAST_RECORDED.get(weight.dtype, {}).get(op, 0) * _share(op, activation) // hidden)
     times = dispatch.WORK_OF_MANY if composite and not gated else 1
     return -(-dispatch.LEAST_WORK.get((gated, False), 0) // (hidden * width * times))
+
+
+def is_left_to_compiler(op: str, x: Tensor, weight: Tensor, memory: str) -> bool:
+    """True if torch.compile makes faster code of an MLP that autograd follows than an op is, by the sizes it traces.
+
+    One that is to save memory, or for which a backend is forced, is never left.
+    """
+    if op != "mlp" or memory != KEPT or dispatch._open_blocks[-1].name != "auto":
+        return False
+    work = math.prod(x.shape[:-1]) * weight.numel()
+    if isinstance(work, torch.SymInt):  # to compare it would trace again for the other side of the bound
+        work = work.node.hint
+    return work is not None and work < dispatch.LEAST_COMPILED
+
+
+def least_compiled_rows(op: str, weight: Tensor, memory: str) -> int:
+    """The number of rows from which on such an MLP with this first weight [hidden, in] is not left."""
+    if op != "mlp" or memory != KEPT or weight.numel() == 0:
+        return 1
+    return -(-dispatch.LEAST_COMPILED // weight.numel())
 
 
 def is_left_to_parts(op: str, given: Operands, activation: int, memory: str) -> bool:
@@ -283,6 +304,7 @@ def gradients(
         if not _keeps_graph():
             ctx.own = ()  # what autograd saves it frees as well
             alone = plain and _are_alone(own)
+    is_lost = not _is_compiling() and hasattr(ctx, "overwritten")  # by an op that has failed
     gate, up = saved[7:9] if own is None else own
 
     def composed() -> Tuple[Tensor, ...]:
@@ -290,12 +312,12 @@ def gradients(
 
     def composed_after_the_op() -> Tuple[Tensor, ...]:
         found = composed()
-        if alone:
+        if alone or is_lost:
             raise RuntimeError("a function of torch failed when the values that its gradients need were overwritten")
         return found
 
-    if is_seen:
-        found = composed()
+    if is_seen or is_lost:
+        found = composed_after_the_op() if is_lost else composed()
     else:
         backward = _plain_backward_in_place if alone else _plain_backward if plain else _backward
         given = nodes.saved(recorded, keep).operands((*operands, None))[:6]
@@ -350,8 +372,7 @@ class _Recorded(torch.autograd.Function):
     backward = staticmethod(_gradients)
 
 
-# Without what torch's own ``apply`` does before this in Python, for operands of transforms.
-_record = super(torch.autograd.Function, _Recorded).apply
+_record = nodes.applied(_Recorded, _compiled_backward)
 
 
 def _are_alone(own: Tuple[Optional[Tensor], Optional[Tensor]]) -> bool:

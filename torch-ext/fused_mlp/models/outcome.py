@@ -59,6 +59,7 @@ DISAGREES = "disagrees"
 OWN_WAY = "own way"
 NO_KERNEL = "no kernel"
 FEW_ROWS = "few rows"
+FEW_COMPILED_ROWS = "few compiled rows"
 ERROR = "error"
 
 _REASON_WORDS = {
@@ -79,6 +80,7 @@ _REASON_WORDS = {
     OWN_WAY: "runs as it is: {detail}",
     NO_KERNEL: "{detail}",
     FEW_ROWS: "trained from {detail} rows on",
+    FEW_COMPILED_ROWS: "trained under torch.compile from {detail} rows on",
     ERROR: "cannot be changed: {detail}",
 }
 
@@ -368,15 +370,21 @@ def _without_kernel(mlp: FoundMLP) -> List[Reason]:
 
 
 def _notes(module: nn.Module, mlps: Iterable[FoundMLP], methods: Iterable[FunctionType]) -> Tuple[Reason, ...]:
-    """The number of rows from which on a module in training runs fused, if there is a bound."""
+    """The numbers of rows from which on a module in training runs fused, in eager and compiled, if there are bounds."""
     memory = next(map(rewriter.memory_of, filter(rewriter.is_fused, methods)), training.KEPT)
     found = [(mlp, mlp.pattern, _weight(mlp)) for mlp in mlps if module.training]
-    least = [
-        training.least_rows(pattern.op, pattern.gated, mlp.activation.code, weight, memory, _has_many_operations(mlp))
-        for mlp, pattern, weight in found
-        if weight is not None and weight.requires_grad
-    ]
-    return (Reason(FEW_ROWS, "", f"{max(least):,}"),) if least and max(least) > 1 else ()
+    found = [each for each in found if each[2] is not None and each[2].requires_grad]
+    least = {
+        FEW_ROWS: [
+            training.least_rows(
+                pattern.op, pattern.gated, mlp.activation.code, weight, memory, _has_many_operations(mlp)
+            )
+            for mlp, pattern, weight in found
+        ],
+        FEW_COMPILED_ROWS: [training.least_compiled_rows(of.op, weight, memory) for _, of, weight in found],
+    }
+    most = {code: max(rows, default=1) for code, rows in least.items()}
+    return tuple(Reason(code, "", f"{rows:,}") for code, rows in most.items() if rows > 1)
 
 
 def _has_many_operations(mlp: FoundMLP) -> bool:

@@ -24,6 +24,7 @@ inline std::vector<int64_t> with_features(const Tensor& x, int64_t features) {
 template <typename Backend>
 std::vector<Tensor> projections(const Tensor& x, const OfProjections& weights, const OfProjections& biases) {
   const TensorRows rows(x);
+  const Tensor matrix = matrix_view(rows);
   std::vector<Tensor> found;
   for (size_t i = 0; i < kProjections; ++i) {
     if (!*weights[i]) continue;
@@ -31,7 +32,7 @@ std::vector<Tensor> projections(const Tensor& x, const OfProjections& weights, c
     check_linear(x, weight, *biases[i]);
     found.push_back(new_dense(x, with_features(x, weight.size(0))));
     const Tensor out = matrix_view(found.back(), {rows.rows, weight.size(0)}, {weight.size(0), 1});
-    Backend::torch_linear(out, matrix_view(rows), weight, *biases[i]);
+    Backend::torch_linear(out, matrix, weight, *biases[i]);
   }
   return found;
 }

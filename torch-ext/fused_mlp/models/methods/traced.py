@@ -392,6 +392,8 @@ def _call(made: _Made, x: fx.Node, hidden: _Hidden, last: Optional[_Projection],
         keep = training.keeps(values, memory)
         if name == "linear":  # the compiler's, unless a second half follows in another module
             return None
+        if training.is_left_to_compiler(name, values[0], values[1], memory):
+            return None
         if training.refusal(name, hidden.row.code) is not None or (keep and training.is_first_frozen(*values)):
             return None
         result = made.node(native.training_forward, *given, hidden.row.code, keep, hidden.up_first)
