@@ -3,8 +3,8 @@
 // its weight: the product with the down weights does so when it makes the gradients of gate and up of its sums, and the
 // hidden values anew. Nothing waits for the host, and every sum has a fixed order.
 //
-// Experts of other forms than gates and ups side by side, without biases and limits, are plain products with a kernel
-// between them (training/gates.cuh).
+// Experts of other forms than gates and ups side by side, without biases and limits, and all of them where an
+// architecture says so, are plain products with a kernel between them (training/gates.cuh).
 //
 // An adapter's rows are a product of few columns, and what they add is a low-rank term of the layer's own product, in
 // the backward too, with the factors in each other's place.
@@ -59,8 +59,6 @@ struct Term {
 };
 using OptionalTerm = std::optional<Term>;
 
-constexpr int64_t kFeatureStep = 64;
-
 void check_trained(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights, const ExpertWeights& given,
                    const Form& form) {
   check_experts(x, top_k_index, top_k_weights, given.gate_up, given.down, given.gate_up_bias, given.down_bias,
@@ -68,12 +66,8 @@ void check_trained(const Tensor& x, const Tensor& top_k_index, const Tensor& top
   STD_TORCH_CHECK(dtype_of(x, "x") != DType::kFloat32, "x must be bfloat16 or float16");
   check_size(top_k_index.numel(), given.gate_up.size(0));
   const int in = form.transposed ? 1 : 2;
-  const int64_t features = given.gate_up.size(in), hidden = given.down.size(in);
-  STD_TORCH_CHECK(features % kFeatureStep == 0 && hidden % kFeatureStep == 0 && features > kFeatureStep && hidden > 0 &&
-                      given.down.size(3 - in) == features && top_k_index.numel() > 0,
-                  "features must be multiples of ", kFeatureStep);
-  STD_TORCH_CHECK(form.is_fused() || hidden >= kTiledBlock, "there must be ", kTiledBlock,
-                  " hidden features at least, of weights that are transposed or without a gate");
+  STD_TORCH_CHECK(given.down.size(3 - in) == given.gate_up.size(in), "experts must have as many outputs as inputs");
+  STD_TORCH_CHECK(top_k_index.numel() > 0, "top_k_index must not be empty");
 }
 
 Matrix matrix(const Tensor& rows, int64_t first_column = 0) {
@@ -102,7 +96,6 @@ class TrainedExperts {
         gate_up_bias_(aligned_bias(given.gate_up_bias)),
         down_bias_(aligned_bias(given.down_bias)),
         form_(form),
-        fuses_(form.is_fused() && !given.gate_up_bias && !given.down_bias),
         experts_(given.gate_up.size(0)),
         features_(given.gate_up.size(form.transposed ? 1 : 2)),
         hidden_(given.down.size(form.transposed ? 1 : 2)),
@@ -110,6 +103,7 @@ class TrainedExperts {
         dtype_(dtype_of(x, "x")),
         routes_(routes_of(index_, experts_)),
         kernels_(ExpertKernels::of_training(x)),
+        fuses_(kernels_.kernels.fuses_in_training && form.is_fused() && !given.gate_up_bias && !given.down_bias),
         plan_(kernels_.kernels.plan_training(routes_)),
         stream_(current_stream(x)),
         // Lists of int and of float, counted in elements of 16 bits.
@@ -131,6 +125,7 @@ class TrainedExperts {
     sort.rows = ranges_;
     sort.tiles = tiles_;
     sort.tile_count = counts_ + 1;
+    sort.tile_rows = plan_.rows;
     sort.training = {weights_.const_data_ptr(), weight_type(weights_),
                      static_cast<float*>(row_weights_.mutable_data_ptr())};
     check(launch_row_sort(sort, kernels_.gpu, stream_));
@@ -255,8 +250,8 @@ class TrainedExperts {
 
   ExpertAdapters adapters(const std::vector<OptionalTensor>& factors, const std::vector<double>& scalings) const {
     const ExpertAdapters found(factors, scalings, like_, routes_, gate_up_, down_, form_.transposed);
-    STD_TORCH_CHECK(!found.any() || hidden_ >= kTiledBlock, "with adapters there must be ", kTiledBlock,
-                    " hidden features at least");
+    STD_TORCH_CHECK(!found.any() || kernels_.kernels.adds_low_rank,
+                    "there is no kernel for adapters of these experts");
     return found;
   }
 
@@ -267,7 +262,7 @@ class TrainedExperts {
  private:
   int64_t rows() const { return plan_.sorted_rows; }
   int64_t blocks() const { return rows() / kTiledBlock; }
-  int row_sum_parts() const { return fuses_ ? static_cast<int>(hidden_ / kRowSumColumns) : 1; }
+  int row_sum_parts() const { return fuses_ ? static_cast<int>(ceil_div(hidden_, kRowSumColumns)) : 1; }
   Tensor new_rows(int64_t columns) const { return new_dense(like_, {rows(), columns}); }
 
   GroupedProblem problem(const Tensor& weight, int parts, bool as_it_lies, Product kind, const Tensor& a,
@@ -319,11 +314,11 @@ class TrainedExperts {
   const Tensor like_, index_, weights_, gate_up_, down_;
   const OptionalTensor gate_up_bias_, down_bias_;
   const Form form_;
-  const bool fuses_;  // what is between the products with these
   const int64_t experts_, features_, hidden_, width_;
   const DType dtype_;
   const Routes routes_;
   const ExpertKernels kernels_;
+  const bool fuses_;  // what is between the products with these
   const GroupedPlan plan_;
   const cudaStream_t stream_;
   const Tensor lists_, row_weights_;

@@ -1,4 +1,4 @@
-"""The experts of a mixture as autograd follows them: one op forward and one backward, by the compiled ops of Hopper.
+"""The experts of a mixture as autograd follows them: one op forward and one backward, by the compiled ops.
 
 What they do not take is composed (``experts``), and so is a gradient that is differentiated in its turn.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import dispatch, experts
-from ..backends import native, reference
+from ..backends import native, plans, reference
 from . import training
 
 _is_compiling = torch.compiler.is_compiling
@@ -24,30 +24,25 @@ def refusal(
     x, index, _, gate_up, down, *biases = given
     if adapters != experts.NO_ADAPTERS if _is_compiling() else training.is_transformed() or training.is_followed():
         return "something follows the parts"
-    is_plain = form == experts.Form(form.activation, True, False, False, None, 0.0)
-    is_plain = is_plain and all(bias is None for bias in biases)
-    if native.DEVICE_TYPE != "cuda" or dispatch.select("experts_mlp", x) is not native or not native.is_hopper(x):
+    if native.DEVICE_TYPE != "cuda" or dispatch.select("experts_mlp", x) is not native:
         return "no kernel that trains on this device"
+    if adapters != experts.NO_ADAPTERS and not native.is_hopper(x):
+        return "no kernel that trains adapters on this device"
     others = (tensor.dtype for tensor in (gate_up, down, *biases) if tensor is not None)
     if x.dtype not in (torch.bfloat16, torch.float16) or any(dtype != x.dtype for dtype in others):
         return "operands of other dtypes"
     if x.dim() != 2 or index.dim() != 2 or gate_up.dim() != 3 or down.dim() != 3:
         return "operands of other shapes"
-    if native.experts_refusal(x, index, gate_up, down, False, False) is not None:
-        return "operands that the kernels do not take"
+    refused = native.experts_refusal(x, index, gate_up, down, form.interleaved, form.transposed, trained=True)
+    if refused is not None:
+        return plans.REFUSALS[refused]
     inner, outer = (1, 2) if form.transposed else (2, 1)
-    features, hidden = gate_up.shape[inner], down.shape[inner]
-    if features % _FEATURES or hidden % _FEATURES or features == _FEATURES or down.shape[outer] != features:
-        return f"features that are no multiples of {_FEATURES}"
-    if hidden < _OUTER_FEATURES and not (is_plain and adapters == experts.NO_ADAPTERS):
-        return f"less than {_OUTER_FEATURES} hidden features, and more than gates and ups side by side"
+    if down.shape[outer] != gate_up.shape[inner]:
+        return "experts of other outputs than inputs"
     return None
 
 
-# As in cuda/experts/experts_training.cpp: a step of the sums over them.
-_FEATURES = 64
-_OUTER_FEATURES = 128  # rows of a tile of an outer product
-_BLOCK = 128  # sorted rows of one expert
+_BLOCK = 128  # sorted rows of one expert, as in cuda/gemm/grouped.h
 
 
 def keeps_no_more(given: Sequence[Optional[Tensor]], form: experts.Form) -> bool:
