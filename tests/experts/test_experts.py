@@ -434,6 +434,8 @@ TRAINED = [
     (260, 4, 130, (136, 72)),
     (200, 3, 4, (1000, 88)),
 ]
+# Those that zeros fill up
+FILLED = [(300, 3, 5, (203, 129)), (40, 2, 3, (8, 12)), (70, 2, 3, (33, 64)), (5, 1, 2, (1, 1))]
 
 
 def trained_by_kernels(fused_mlp):
@@ -441,14 +443,14 @@ def trained_by_kernels(fused_mlp):
     return unittest.mock.patch.object(module, "run", wraps=module.run)
 
 
-def check_trained(fused_mlp, made, activation="silu", **form):
+def check_trained(fused_mlp, made, activation="silu", calls=2, **form):
     """That the kernels compute the gradients, no worse than eager operations, and the same bits again."""
     dtype, out = made["x"].dtype, made["down_weight"].shape[2 if form.get("transposed") else 1]
     grad = torch.randn(made["x"].shape[0], out, device=made["x"].device).to(dtype)
     ours = functools.partial(fused_mlp.experts_mlp, activation=activation, **form)
     with trained_by_kernels(fused_mlp) as run, reference.poisoned_memory(made["x"].device):
         got, again = (gradients(ours, made, grad) for _ in range(2))
-    assert run.call_count == 2
+    assert run.call_count == calls
     of_eager = gradients(functools.partial(loop, FORMULAS[activation].eager, **form), made, grad)
 
     def of_exact(made):
@@ -495,6 +497,18 @@ def test_trained_forms(fused_mlp, device, architecture, form, biases, dtype):
 
 
 OF_GPT_OSS = {"interleaved": True, "transposed": True, **GPT_OSS}
+
+
+@hopper
+@pytest.mark.parametrize("form", [form for form in forms() if "limit" not in form], ids=str)
+@pytest.mark.parametrize(("tokens", "k", "experts", "sizes"), FILLED, ids=str)
+def test_trained_by_copies(fused_mlp, device, tokens, k, experts, sizes, form):
+    made = drawn(tokens, k, experts, (*sizes, sizes[0]), dtype=torch.bfloat16, device=device, biases=True, **form)
+    made["top_k_weights"] = made["top_k_weights"].nan_to_num(0.3)
+    made["top_k_index"][0, 0] = 0
+    check_trained(fused_mlp, made, calls=4, **form)
+    leaf = {"x": made["x"].clone().requires_grad_()}
+    assert "zeros fill up" in fused_mlp.explain(fused_mlp.experts_mlp, **made | leaf, **form).reason
 
 
 @hopper

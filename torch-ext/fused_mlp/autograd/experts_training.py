@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import dispatch, experts
 from ..backends import native, plans, reference
-from . import training
+from . import padded_experts, training
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -33,13 +33,13 @@ def refusal(
         return "operands of other dtypes"
     if x.dim() != 2 or index.dim() != 2 or gate_up.dim() != 3 or down.dim() != 3:
         return "operands of other shapes"
-    refused = native.experts_refusal(x, index, gate_up, down, form.interleaved, form.transposed, trained=True)
-    if refused is not None:
-        return plans.REFUSALS[refused]
     inner, outer = (1, 2) if form.transposed else (2, 1)
     if down.shape[outer] != gate_up.shape[inner]:
         return "experts of other outputs than inputs"
-    return None
+    refused = native.experts_refusal(x, index, gate_up, down, form.interleaved, form.transposed, trained=True)
+    if refused == "odd_features" and adapters == experts.NO_ADAPTERS and native.is_hopper(x):
+        return None  # run() fills them up
+    return None if refused is None else plans.REFUSALS[refused]
 
 
 _BLOCK = 128  # sorted rows of one expert, as in cuda/gemm/grouped.h
@@ -50,6 +50,8 @@ def keeps_no_more(given: Sequence[Optional[Tensor]], form: experts.Form) -> bool
     groups and a gate of torch's: these keep what is before the activation and behind it, and what gradients of weights
     need besides. The backward's peak is higher than theirs from twice as many rows as slots on (measured)."""
     x, index, weights, gate_up, down = given[:5]
+    if padded_experts.is_needed(given, form):
+        return False
     hidden, slots = down.shape[1 if form.transposed else 2], index.numel()
     rows = (slots + min(gate_up.shape[0], slots) * (_BLOCK - 1)) // _BLOCK * _BLOCK
     before = 2 * hidden if form.gated else hidden
@@ -70,6 +72,8 @@ def run(
 ) -> Tensor:
     """The result of a call of which :func:`refusal` says nothing."""
     x, index, *others = given
+    if padded_experts.is_needed(given, form):
+        return run(padded_experts.filled(given, form), form)[:, : x.shape[1]]
     if _is_compiling():
         return _Traced.apply(x, *others, index, form)
     factors, scalings = factors_of(adapters)

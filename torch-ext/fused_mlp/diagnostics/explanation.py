@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .. import adapters, calls, dispatch, experts, functional, layers, operands
 from ..activations import get_activation
 from ..adapters import Adapter, Layer, Layers
-from ..autograd import training
+from ..autograd import padded_experts, training
 from ..backends import native, plans
 from ..models import fuse, outcome, report
 from ..models.experts.interface import NAME
@@ -176,9 +176,11 @@ def _explain_experts(
     followed = [*flat, *list(given.values())[3:7]]
     of_weights = gate_up_weight, down_weight, form.interleaved, form.transposed
     if calls.are_trained(followed, form):
+        reason = f"{dispatch.reasoned('experts_mlp', x)[1]}; one op forward, and one backward"
+        if padded_experts.is_needed(followed, form):
+            return Explanation("experts_mlp", native.DEVICE_TYPE, f"{reason}, of copies that zeros fill up")
         parts = native.plan_experts(*flat[:2], *of_weights, trained=True)
-        reason = f"{dispatch.reasoned('experts_mlp', x)[1]}; one op forward, and one backward; {plans.in_words(parts)}"
-        return Explanation("experts_mlp", native.DEVICE_TYPE, reason, parts)
+        return Explanation("experts_mlp", native.DEVICE_TYPE, f"{reason}; {plans.in_words(parts)}", parts)
     composed = calls.experts_reason(*list(given.values())[:7])
     if composed is not None:
         untrained = calls.untrained_reason(followed, form)
