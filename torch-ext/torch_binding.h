@@ -193,7 +193,8 @@ std::vector<Tensor> experts_training_forward(const Tensor& x, const Tensor& top_
 
 // The gradients of x, top_k_weights, gate_up_weight and down_weight that the bits of `needs` ask for, in this order,
 // those of the four factors, as these lie, and those of the biases. `rank_rows` is what the forward returned last.
-// `sorted` is read for the gradients of gate_up_weight and of its first factor alone.
+// `sorted` is read for the gradients of gate_up_weight and of its first factor alone. A bit more asks for the gradients
+// of `gate_up`, which come last; and with the bit above that they are what `gate_up` is, from which the others follow.
 std::vector<Tensor> experts_training_backward(const Tensor& grad, const OptionalTensor& sorted, const Tensor& gate_up,
                                               const Tensor& top_k_index, const Tensor& top_k_weights,
                                               const Tensor& gate_up_weight, const Tensor& down_weight,

@@ -34,7 +34,9 @@ enum Needs {
   kOfDownA = 64,
   kOfDownB = 128,
   kOfGateUpBias = 256,
-  kOfDownBias = 512
+  kOfDownBias = 512,
+  kOfSums = 1024,  // those of the values before the activation themselves, behind the others
+  kBySums = 2048   // these are there, in the place of `gate_up`
 };
 
 // The layout of the weights, and what is between the products; operands.h says what fits.
@@ -120,17 +122,17 @@ class TrainedExperts {
   Tensor sorted(const Tensor& x) const {
     const TensorRows from = addressable_rows(x);
     const Tensor to = new_rows(features_);
-    RowSort sort{routes_, fused_mlp::matrix(from), features_, kTiledBlock, to.mutable_data_ptr(), row_of_slot_, codes_,
-                 counts_};
-    sort.rows = ranges_;
-    sort.tiles = tiles_;
-    sort.tile_count = counts_ + 1;
-    sort.tile_rows = plan_.rows;
+    RowSort sort = lists_of_sort();
+    sort.x = fused_mlp::matrix(from);
+    sort.sorted = to.mutable_data_ptr();
     sort.training = {weights_.const_data_ptr(), weight_type(weights_),
                      static_cast<float*>(row_weights_.mutable_data_ptr())};
     check(launch_row_sort(sort, kernels_.gpu, stream_));
     return to;
   }
+
+  // The lists of sorted rows alone.
+  void list_rows() const { check(launch_row_sort(lists_of_sort(), kernels_.gpu, stream_)); }
 
   // Rows times the first `rank` rows of every expert's factor, transposed: zeros where they are not filled.
   Tensor rank_rows(const Tensor& rows, const Tensor& factor, int64_t rank) const {
@@ -262,6 +264,15 @@ class TrainedExperts {
  private:
   int64_t rows() const { return plan_.sorted_rows; }
   int64_t blocks() const { return rows() / kTiledBlock; }
+  RowSort lists_of_sort() const {
+    RowSort sort{.routes = routes_, .k = features_, .block_rows = kTiledBlock, .row_of_slot = row_of_slot_,
+                 .codes = codes_, .count = counts_};
+    sort.rows = ranges_;
+    sort.tiles = tiles_;
+    sort.tile_count = counts_ + 1;
+    sort.tile_rows = plan_.rows;
+    return sort;
+  }
   int row_sum_parts() const { return fuses_ ? static_cast<int>(ceil_div(hidden_, kRowSumColumns)) : 1; }
   Tensor new_rows(int64_t columns) const { return new_dense(like_, {rows(), columns}); }
 
@@ -379,15 +390,23 @@ std::vector<Tensor> gradients_of_experts(const Tensor& grad, const Kept& kept, c
   STD_TORCH_CHECK((of_gate_up && rank_rows) || !(needs & (kOfGateUpA | kOfGateUpB)), "gate_up_factors must be there");
   STD_TORCH_CHECK(sorted || !(needs & (kOfGateUp | kOfGateUpA)), "sorted must be there");
   STD_TORCH_CHECK(of_down || !(needs & (kOfDownA | kOfDownB)), "down_factors must be there");
-  const Tensor gate_up_gradient = overwrites ? gate_up : experts.new_gate_up(), sums = experts.new_row_sums();
+  constexpr int64_t kBehindSums = kOfX | kOfGateUp | kOfGateUpA | kOfGateUpB | kOfGateUpBias;
+  STD_TORCH_CHECK(!(needs & kBySums) || !(needs & ~(kBySums | kBehindSums)),
+                  "needs must be of what follows from the gradients of gate_up");
+  const bool is_differentiated = needs & kBySums;
+  const Tensor gate_up_gradient = overwrites || is_differentiated ? gate_up : experts.new_gate_up();
   OptionalTensor down, down_a, down_b, down_bias;
   const auto gradient = [&](const Tensor& found, size_t layer, bool of_a) {
     return adapters.gradient(found, layer, of_a, experts.stream());
   };
-  {  // what needs the gradient's rows, and the hidden values, which have gone when the next product needs room
+  OptionalTensor sums;
+  if (is_differentiated) {
+    experts.list_rows();
+  } else {  // what needs the gradient's rows, and the hidden values, which have gone when the next product needs room
+    sums = experts.new_row_sums();
     const Tensor rows = experts.sorted(grad);
     const OptionalTerm term = experts.term(rows, of_down);
-    const Tensor hidden = experts.differentiated(rows, gate_up, gate_up_gradient, sums, term);
+    const Tensor hidden = experts.differentiated(rows, gate_up, gate_up_gradient, *sums, term);
     if (needs & kOfDownBias) down_bias = experts.bias_gradient(rows, true);
     if (needs & kOfDown) down = experts.outer_of_weight(rows, hidden);
     if (needs & kOfDownA) down_a = gradient(experts.outer(hidden, term->rows), 1, true);
@@ -401,7 +420,7 @@ std::vector<Tensor> gradients_of_experts(const Tensor& grad, const Kept& kept, c
   if (needs & (kOfX | kOfGateUpA)) term = experts.term(gate_up_gradient, of_gate_up);
   std::vector<Tensor> found;
   if (needs & kOfX) found.push_back(experts.input_gradient(gate_up_gradient, term));
-  if (needs & kOfWeights) found.push_back(experts.weight_gradient(sums));
+  if (needs & kOfWeights) found.push_back(experts.weight_gradient(*sums));
   if (needs & kOfGateUp) found.push_back(experts.outer_of_weight(gate_up_gradient, *sorted));
   if (down) found.push_back(*down);
   if (needs & kOfGateUpA) found.push_back(gradient(experts.outer(*sorted, term->rows), 0, true));
@@ -413,6 +432,7 @@ std::vector<Tensor> gradients_of_experts(const Tensor& grad, const Kept& kept, c
   if (down_b) found.push_back(*down_b);
   if (needs & kOfGateUpBias) found.push_back(experts.bias_gradient(gate_up_gradient, false));
   if (down_bias) found.push_back(*down_bias);
+  if (needs & kOfSums) found.push_back(gate_up_gradient);
   return found;
 }
 

@@ -119,7 +119,10 @@ class _Experts(torch.autograd.Function):
 
 
 class _Traced(torch.autograd.Function):
-    """The same for torch.compile, without adapters: what is kept is the graph's, and no gradient is differentiated."""
+    """The same for torch.compile, without adapters: what is kept is the graph's, and no gradient is differentiated.
+
+    The backward is two calls: behind the first the graph frees what was kept of gates and ups.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, *others: Any) -> Tensor:
@@ -133,14 +136,23 @@ class _Traced(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
         *given, index, sorted_x, of_gate_up = ctx.saved_tensors
         needs = ctx.needs_input_grad[:6]
+        others = index, *given, *_NO_FACTORS, None, *ctx.form
         places = (0, 1, 2, 3, _OPERANDS - 2, _OPERANDS - 1)
-        bits = sum(need << place for place, need in zip(places, needs))
-        kept = grad, sorted_x if needs[2] else None, of_gate_up, index, *given, *_NO_FACTORS, None
-        found = iter(native.experts_training_backward(*kept, *ctx.form, bits))
-        return (*[next(found) if need else None for need in needs], None, None)
+        bits = [need << place for place, need in zip(places, needs)]
+        behind, before = sum(bits[i] for i in _BEHIND_SUMS), sum(bits[i] for i in _BEFORE_SUMS)
+        if not behind:
+            found = native.experts_training_backward(grad, None, of_gate_up, *others, before)
+        else:
+            *found, sums = native.experts_training_backward(grad, None, of_gate_up, *others, before | _OF_SUMS)
+            sorted_x = sorted_x if needs[2] else None
+            found += native.experts_training_backward(grad, sorted_x, sums, *others, behind | _BY_SUMS)
+        gradients = dict(zip([i for i in (*_BEFORE_SUMS, *_BEHIND_SUMS) if needs[i]], found))
+        return (*[gradients.get(i) for i in range(6)], None, None)
 
 
 _NO_FACTORS = ((None,) * 4, (1.0, 1.0))
+_BEFORE_SUMS, _BEHIND_SUMS = (1, 3, 5), (0, 2, 4)  # of x, shares, weights and biases: the gradients of each call
+_OF_SUMS, _BY_SUMS = 1 << 10, 1 << 11  # as in cuda/experts/experts_training.cpp
 _OPERANDS = 10  # that may have gradients: x, its shares, two weights, four factors, two biases
 
 
