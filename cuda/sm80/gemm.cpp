@@ -42,9 +42,10 @@ constinit const GroupedKernels kGroupedKernels = {
     .decide_training = decide_trained_experts,
     .launch_training =
         [](const GroupedProblem& p, const GroupedPlan& plan, const Gpu& gpu, cudaStream_t stream) {
-          if (p.outer) return launch_outer(p, stream);
+          if (p.outer) return launch_outer(p, gpu, stream);
           GroupedProblem plain = p;  // weights [k, n] are those of any product here
           plain.gemm.kind = Product::kPlain;
+          plain.gemm.epilogue.activation = static_cast<int64_t>(Activation::kLinear);
           return launch_experts(plain, plan, gpu, stream);
         },
     .are_faster_beside = experts_are_faster_beside_sm90,

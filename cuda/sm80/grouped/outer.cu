@@ -1,7 +1,6 @@
 // Launches the outer products of experts in training.
 #include "outer.cuh"
 
-#include "../../gemm/gpu.h"
 #include "../launch.cuh"
 #include "outer.h"
 
@@ -9,7 +8,7 @@ namespace fused_mlp::sm80 {
 namespace {
 
 template <typename Element>
-cudaError_t launch(const GroupedProblem& p, cudaStream_t stream) {
+cudaError_t launch(const GroupedProblem& p, const Gpu& gpu, cudaStream_t stream) {
   using Gemm = OuterGemm<Element>;
   const GemmProblem& g = p.gemm;
   OuterArgs args{};
@@ -22,14 +21,16 @@ cudaError_t launch(const GroupedProblem& p, cudaStream_t stream) {
   args.tiles_m = static_cast<int>(ceil_div(g.m, Gemm::kBlockM));
   args.tiles_n = static_cast<int>(ceil_div(g.n, Gemm::kColumns));
   args.rows = p.blocks.rows;
-  return launch_kernel<outer_kernel<Gemm>>(args, int64_t{p.training.experts} * args.tiles_m * args.tiles_n,
-                                           Gemm::kThreads, Gemm::kSharedBytes, false, Gemm::kSharedBytes, stream);
+  args.tiles = p.training.experts * args.tiles_m * args.tiles_n;
+  const int ctas = Gemm::kCtasPerMultiprocessor * gpu.multiprocessors;
+  return launch_kernel<outer_kernel<Gemm>>(args, std::min(args.tiles, ctas), Gemm::kThreads, Gemm::kSharedBytes, false,
+                                           Gemm::kSharedBytes, stream);
 }
 
 }  // namespace
 
-cudaError_t launch_outer(const GroupedProblem& p, cudaStream_t stream) {
-  return p.gemm.dtype == DType::kFloat16 ? launch<__half>(p, stream) : launch<__nv_bfloat16>(p, stream);
+cudaError_t launch_outer(const GroupedProblem& p, const Gpu& gpu, cudaStream_t stream) {
+  return p.gemm.dtype == DType::kFloat16 ? launch<__half>(p, gpu, stream) : launch<__nv_bfloat16>(p, gpu, stream);
 }
 
 }  // namespace fused_mlp::sm80
