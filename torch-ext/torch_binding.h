@@ -180,9 +180,10 @@ std::tuple<Tensor, Tensor, Tensor> sigmoid_router(const Tensor& x, const Tensor&
                                                   int64_t top_k, int64_t groups, int64_t top_groups, bool normalized,
                                                   double scaling);
 
-// On a GPU, experts_mlp as autograd follows it, of experts with as many outputs as inputs: returns the result, and what its backward needs: x sorted by expert, and the values of gates and ups before limits
-// and activation, as the weights have them. `factors` are none, or those of adapted_experts, and then the rows of the
-// first layer's adapter, if it has one, come last.
+// On a GPU, experts_mlp as autograd follows it, of experts with as many outputs as inputs: returns the result, and what
+// its backward needs: x sorted by expert, and the values of gates and ups before limits and activation, as the weights
+// have them. `factors` are none, or those of adapted_experts, and then the rows of the first layer's adapter, if it has
+// one, come last.
 std::vector<Tensor> experts_training_forward(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights,
                                              const Tensor& gate_up_weight, const Tensor& down_weight,
                                              const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,

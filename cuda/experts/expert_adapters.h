@@ -66,9 +66,8 @@ class ExpertAdapters {
       if (!has(layer)) return {};
       const int64_t ranks = in_steps(rank(layer), kRankStep);
       return {copied(copies, *a(layer), false, {groups, ranks, a(layer)->size(2)}, scalings_[layer]),
-              transposed_
-                  ? copied(copies, *b(layer), true, {groups, ranks, b(layer)->size(1)}, 1.0)
-                  : copied(copies, *b(layer), false, {groups, b(layer)->size(1), ranks}, 1.0)};
+              transposed_ ? copied(copies, *b(layer), true, {groups, ranks, b(layer)->size(1)}, 1.0)
+                          : copied(copies, *b(layer), false, {groups, b(layer)->size(1), ranks}, 1.0)};
     };
     std::pair<RankFactors, RankFactors> found{factors(0), factors(1)};
     check(launch_stack_copies(copies, stream));

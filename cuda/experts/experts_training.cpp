@@ -252,8 +252,7 @@ class TrainedExperts {
 
   ExpertAdapters adapters(const std::vector<OptionalTensor>& factors, const std::vector<double>& scalings) const {
     const ExpertAdapters found(factors, scalings, like_, routes_, gate_up_, down_, form_.transposed);
-    STD_TORCH_CHECK(!found.any() || kernels_.kernels.adds_low_rank,
-                    "there is no kernel for adapters of these experts");
+    STD_TORCH_CHECK(!found.any() || kernels_.kernels.adds_low_rank, "there is no kernel for adapters of these experts");
     return found;
   }
 
@@ -265,8 +264,12 @@ class TrainedExperts {
   int64_t rows() const { return plan_.sorted_rows; }
   int64_t blocks() const { return rows() / kTiledBlock; }
   RowSort lists_of_sort() const {
-    RowSort sort{.routes = routes_, .k = features_, .block_rows = kTiledBlock, .row_of_slot = row_of_slot_,
-                 .codes = codes_, .count = counts_};
+    RowSort sort{.routes = routes_,
+                 .k = features_,
+                 .block_rows = kTiledBlock,
+                 .row_of_slot = row_of_slot_,
+                 .codes = codes_,
+                 .count = counts_};
     sort.rows = ranges_;
     sort.tiles = tiles_;
     sort.tile_count = counts_ + 1;

@@ -26,7 +26,7 @@ struct GroupedKernels {
   // True if they take less time for both layers of a call than those of another architecture, which is the GPU's own.
   // Null where they never do.
   bool (*are_faster_beside)(const GroupedProblem& first, const Gpu& gpu) = nullptr;
-  bool adds_low_rank = false;       // true if products add a low-rank term
+  bool adds_low_rank = false;      // true if products add a low-rank term
   bool fuses_in_training = false;  // true if products of training have epilogues of gates, and not plain ones alone
 };
 

@@ -2,8 +2,8 @@
 // of k ahead, from which the warps take fragments by ldmatrix and multiply them by mma.sync, one step ahead as well.
 //
 // Rows of a stage lie behind each other, block_k elements each. Their pieces of 16 bytes are swizzled, so that eight
-// rows of one column of pieces, which is what ldmatrix reads at a time, lie in distinct banks. Sides may also be read as
-// they lie, [k, n] or [k, m]: then a stage has a row for each of block_k, and ldmatrix transposes.
+// rows of one column of pieces, which is what ldmatrix reads at a time, lie in distinct banks. Sides may also be read
+// as they lie, [k, n] or [k, m]: then a stage has a row for each of block_k, and ldmatrix transposes.
 #pragma once
 
 #include "../../torch-ext/operands/matrix.h"
@@ -172,9 +172,9 @@ struct FragmentReader {
   __device__ __forceinline__ explicit FragmentReader(const WarpPlace<Tile>& warp) {
     const int lane = threadIdx.x % 32;
     const uint32_t first_step = step_bits(warp.k * Tile::kSteps);
-    m = Tile::kLiesM ? swizzled<kLyingRowBytesM>(lane / 16 * 8 + lane % 8,
-                                                 warp.m * Tile::kWarpStepM / kPiece + lane / 8 % 2)
-                     : swizzled<Tile::kRowBytes>(warp.m * Tile::kWarpStepM + lane % 16, lane / 16) ^ first_step;
+    m = Tile::kLiesM
+            ? swizzled<kLyingRowBytesM>(lane / 16 * 8 + lane % 8, warp.m * Tile::kWarpStepM / kPiece + lane / 8 % 2)
+            : swizzled<Tile::kRowBytes>(warp.m * Tile::kWarpStepM + lane % 16, lane / 16) ^ first_step;
     n = Tile::kLies ? swizzled<Tile::kLyingRowBytes>(lane % 16, warp.n * Tile::kWarpRowsN / kPiece + lane / 16)
                     : swizzled<Tile::kRowBytes>(warp.n * Tile::kWarpRowsN + lane / 16 * 8 + lane % 8, lane / 8 % 2) ^
                           first_step;

@@ -63,8 +63,8 @@ bool encode(CUtensorMap* map, const Key& key) {
       key.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   // To have L2 fetch 256 bytes for a request of 128 takes streamed kernels 1 to 3% longer, and all kernels up to 20%
   // where rows are not whole lines.
-  return driver_encode(map, type, key.count == 0 ? 2 : 3, const_cast<void*>(key.data), sizes, strides, box, element_strides,
-                       CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+  return driver_encode(map, type, key.count == 0 ? 2 : 3, const_cast<void*>(key.data), sizes, strides, box,
+                       element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 

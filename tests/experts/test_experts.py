@@ -581,7 +581,7 @@ def test_trained_beside_what_is_not_finite(fused_mlp, device, architecture, form
     with trained_by_kernels(fused_mlp) as run, reference.poisoned_memory(made["x"].device):
         expected = gradients(compute, made, grad)
         for name, value in made.items():
-            if "weight" in name and value.dim() == 3 or "bias" in name:
+            if ("weight" in name and value.dim() == 3) or "bias" in name:
                 value[2] = torch.nan
         found = gradients(compute, made, grad)
     assert run.call_count == 2

@@ -1,7 +1,6 @@
 // Launches the outer products of experts in training.
-#include "outer.cuh"
-
 #include "../launch.cuh"
+#include "outer.cuh"
 #include "outer.h"
 
 namespace fused_mlp::sm80 {

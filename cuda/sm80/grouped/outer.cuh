@@ -1,5 +1,5 @@
-// Every expert's product of its rows of a, transposed, with those of b: the gradients of experts' weights. Both sides of
-// the tensor cores' instructions are read as they lie, and k runs through an expert's rows.
+// Every expert's product of its rows of a, transposed, with those of b: the gradients of experts' weights. Both sides
+// of the tensor cores' instructions are read as they lie, and k runs through an expert's rows.
 #pragma once
 
 #include "../../gemm/grouped.h"

@@ -212,8 +212,8 @@ __device__ __forceinline__ void produce(const typename Gemm::Args& args, const T
         const int column = (of_term ? block - args.own_blocks : block) * Gemm::kBlockK;
         load_filled_rows<Gemm>(of_term ? &args.whole_rank_rows : &args.whole_a, of_term ? &args.low_rank.rows : &args.a,
                                full, shared.a(at.stage), column, tile);
-        load_weights_as_they_lie<Gemm>(of_term ? &args.low_rank.weight : &args.weight, full, shared.b(at.stage),
-                                       column, tile.column, tile.expert);
+        load_weights_as_they_lie<Gemm>(of_term ? &args.low_rank.weight : &args.weight, full, shared.b(at.stage), column,
+                                       tile.column, tile.expert);
       } else if constexpr (Gemm::kTransposed) {
         const bool second = Gemm::kPair && block >= args.own_blocks / 2;
         const int column = (second ? block - args.own_blocks / 2 : block) * Gemm::kBlockK;

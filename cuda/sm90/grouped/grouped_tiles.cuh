@@ -93,10 +93,7 @@ struct GroupedTileOrder {
     const int2 at = grouped_tile<TileOrder::kGroupM>(index - first / kTiledBlock * tiles_n,
                                                      (count + kTiledBlock - 1) / kTiledBlock, tiles_n);
     const int row = at.x * kTiledBlock;
-    return {first + row,
-            min(at.y * Gemm::kTileN, args.last_column),
-            expert,
-            min(count - row, kTiledBlock),
+    return {first + row, min(at.y * Gemm::kTileN, args.last_column), expert, min(count - row, kTiledBlock),
             expert * grouped.bias_stride};
   }
 };
