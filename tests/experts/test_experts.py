@@ -476,6 +476,8 @@ def test_trained_shapes(fused_mlp, device, architecture, tokens, k, experts, siz
     if tokens == 300:
         made["top_k_weights"] = made["top_k_weights"].to(dtype)
     check_trained(fused_mlp, made)
+    explained = fused_mlp.explain(fused_mlp.experts_mlp, **made | {"x": made["x"].clone().requires_grad_()})
+    assert {part.implementation for part in explained.parts} == {architecture}, explained
 
 
 @grouped
