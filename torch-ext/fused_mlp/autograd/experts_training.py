@@ -145,7 +145,8 @@ class _Traced(torch.autograd.Function):
         else:
             *found, sums = native.experts_training_backward(grad, None, of_gate_up, *others, before | _OF_SUMS)
             sorted_x = sorted_x if needs[2] else None
-            found += native.experts_training_backward(grad, sorted_x, sums, *others, behind | _BY_SUMS)
+            of_sums = native.experts_training_backward(grad, sorted_x, sums, *others, behind | _BY_SUMS)
+            found = [*found, *of_sums]
         gradients = dict(zip([i for i in (*_BEFORE_SUMS, *_BEHIND_SUMS) if needs[i]], found))
         return (*[gradients.get(i) for i in range(6)], None, None)
 
