@@ -342,6 +342,8 @@ def _trained_experts(ops, architecture: str) -> int:
             sorted_x, gate_up, *rows = kept
             kept = torch.ones_like(x), sorted_x, gate_up, *given, adapters, [0.5, 2.0], rows[0] if rows else None
             ops.experts_training_backward(*kept, *form, bits)
+            *_, sums = ops.experts_training_backward(*kept, *form, 1 << 10)  # in two calls, as a graph has it
+            ops.experts_training_backward(*kept[:2], sums, *kept[3:], *form, 5 | 1 << 11)
             ops.experts_training_backward_(*kept, *form, bits)
         torch.cuda.synchronize()
     return 2 * len(cases)
