@@ -70,7 +70,9 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "bool gated, bool interleaved, float? limit, float up_offset, bool rounds) -> Tensor");
   ops.def("decoded_experts(Tensor data, Tensor scales, int[] layout, ScalarType dtype) -> Tensor");
   ops.def("plan_quantized_experts(Tensor x, int top_k, int experts, bool rounds) -> str");
-  ops.def("plan_experts(Tensor x, Tensor gate_up_weight, Tensor down_weight, int top_k, bool transposed) -> str");
+  ops.def(
+      "plan_experts(Tensor x, Tensor gate_up_weight, Tensor down_weight, int top_k, bool transposed, bool "
+      "trained) -> str");
   ops.def("top_k_router(Tensor x, Tensor weight, int top_k, bool normalized, bool narrow) -> (Tensor, Tensor, Tensor)");
   ops.def(
       "sigmoid_router(Tensor x, Tensor weight, Tensor bias, int top_k, int groups, int top_groups, bool normalized, "

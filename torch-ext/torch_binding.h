@@ -140,9 +140,10 @@ Tensor adapted_experts(const Tensor& x, const Tensor& top_k_index, const Tensor&
                        const std::vector<double>& scalings, int64_t activation, bool gated, bool interleaved,
                        bool transposed, std::optional<double> limit, double up_offset);
 
-// The way it would be computed, as `plan` says it of the other ops, of operands that its kernel takes.
+// The way it would be computed, as `plan` says it of the other ops, of operands that its kernel takes; `trained`: as
+// autograd follows it.
 std::string plan_experts(const Tensor& x, const Tensor& gate_up_weight, const Tensor& down_weight, int64_t top_k,
-                         bool transposed);
+                         bool transposed, bool trained);
 
 // On a GPU, experts_mlp of quantised weights, data and scales of each layer, for x in bfloat16. `layouts` has five
 // numbers of each: experts, out, in, and the rows and columns of a block. Of FP8 data is e4m3 [E, out, in] and scales
@@ -179,11 +180,10 @@ std::tuple<Tensor, Tensor, Tensor> sigmoid_router(const Tensor& x, const Tensor&
                                                   int64_t top_k, int64_t groups, int64_t top_groups, bool normalized,
                                                   double scaling);
 
-// On a GPU, experts_mlp as autograd follows it, of experts whose inputs and hidden features are multiples of 64:
-// returns the result, and what its backward needs: x sorted by expert, and the values of gates and ups before limits
-// and activation, as the weights have them. `factors` are none, or those of adapted_experts, and then the rows of the
-// first layer's adapter, if it has one, come last. There are at least 128 hidden features, but of gates and ups side by
-// side without adapters, biases, limits and transposed weights.
+// On a GPU, experts_mlp as autograd follows it, of experts with as many outputs as inputs: returns the result, and what
+// its backward needs: x sorted by expert, and the values of gates and ups before limits and activation, as the weights
+// have them. `factors` are none, or those of adapted_experts, and then the rows of the first layer's adapter, if it has
+// one, come last.
 std::vector<Tensor> experts_training_forward(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights,
                                              const Tensor& gate_up_weight, const Tensor& down_weight,
                                              const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
@@ -194,7 +194,8 @@ std::vector<Tensor> experts_training_forward(const Tensor& x, const Tensor& top_
 
 // The gradients of x, top_k_weights, gate_up_weight and down_weight that the bits of `needs` ask for, in this order,
 // those of the four factors, as these lie, and those of the biases. `rank_rows` is what the forward returned last.
-// `sorted` is read for the gradients of gate_up_weight and of its first factor alone.
+// `sorted` is read for the gradients of gate_up_weight and of its first factor alone. A bit more asks for the gradients
+// of `gate_up`, which come last; and with the bit above that they are what `gate_up` is, from which the others follow.
 std::vector<Tensor> experts_training_backward(const Tensor& grad, const OptionalTensor& sorted, const Tensor& gate_up,
                                               const Tensor& top_k_index, const Tensor& top_k_weights,
                                               const Tensor& gate_up_weight, const Tensor& down_weight,

@@ -438,7 +438,7 @@ void experts_into(const Tensor& out, const OptionalTensor& residual, const Tenso
 }
 
 std::string plan_experts(const Tensor& x, const Tensor& gate_up_weight, const Tensor& down_weight, int64_t,
-                         bool transposed) {
+                         bool transposed, bool) {
   const Refusal refusal = tiles_refusal(x, ExpertWeights(gate_up_weight, std::nullopt, transposed),
                                         ExpertWeights(down_weight, std::nullopt, transposed));
   PlanRecord plan;

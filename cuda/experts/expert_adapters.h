@@ -10,7 +10,7 @@ namespace fused_mlp {
 
 // The factors of an adapter beside a layer, both or neither: a [groups, rank, k] and b [groups, n, rank], of a multiple
 // of kRankStep ranks, for every expert or, where rows are not sorted, for every slot. Of products that read their
-// weights as they lie, b is [groups, k, n], its k filled up with zeros to a multiple of kTransposedK.
+// weights as they lie, b is [groups, rank, n].
 struct RankFactors {
   OptionalTensor a, b;
 
@@ -66,9 +66,8 @@ class ExpertAdapters {
       if (!has(layer)) return {};
       const int64_t ranks = in_steps(rank(layer), kRankStep);
       return {copied(copies, *a(layer), false, {groups, ranks, a(layer)->size(2)}, scalings_[layer]),
-              transposed_
-                  ? copied(copies, *b(layer), true, {groups, in_steps(ranks, kTransposedK), b(layer)->size(1)}, 1.0)
-                  : copied(copies, *b(layer), false, {groups, b(layer)->size(1), ranks}, 1.0)};
+              transposed_ ? copied(copies, *b(layer), true, {groups, ranks, b(layer)->size(1)}, 1.0)
+                          : copied(copies, *b(layer), false, {groups, b(layer)->size(1), ranks}, 1.0)};
     };
     std::pair<RankFactors, RankFactors> found{factors(0), factors(1)};
     check(launch_stack_copies(copies, stream));
@@ -85,8 +84,7 @@ class ExpertAdapters {
       const int64_t groups = routes_.experts, ranks = in_steps(rank(layer), kRankStep);
       return {copied(copies, of_b, true, {groups, ranks, of_b.size(1)}, 1.0),
               transposed_ ? copied(copies, of_a, true, {groups, of_a.size(2), ranks}, scalings_[layer])
-                          : copied(copies, of_a, false, {groups, in_steps(ranks, kTransposedK), of_a.size(2)},
-                                   scalings_[layer])};
+                          : copied(copies, of_a, false, {groups, ranks, of_a.size(2)}, scalings_[layer])};
     };
     std::pair<RankFactors, RankFactors> found{factors(0), factors(1)};
     check(launch_stack_copies(copies, stream));

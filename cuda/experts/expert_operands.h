@@ -18,7 +18,7 @@ using torch::headeronly::ScalarType;
 inline bool aligned(const Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0; }
 
 constexpr int64_t kMaxSlots = int64_t{1} << 24;
-// The inputs of transposed weights are a multiple of this, so that a step of k lies in one expert.
+// In inference the inputs of transposed weights are a multiple of this, so that a step of k lies in one expert.
 constexpr int kTransposedK = 64;
 
 // Rows that the TMA can address: rows of adjacent elements, that begin at multiples of 16 bytes.
@@ -79,8 +79,7 @@ struct ExpertLayer {
     const int64_t rows = experts == 1 ? weight.size(1) : weight.stride(0) / row;
     const int step = in_turns ? parts : 1;       // from a gate to the next
     const int row_step = transposed ? 1 : step;  // in rows
-    const int k_step = transposed ? kTransposedK : 8;
-    STD_TORCH_CHECK(n > 0 && k > 0 && n % 8 == 0 && k % k_step == 0, "features must be multiples of ", k_step);
+    STD_TORCH_CHECK(n > 0 && k > 0 && n % 8 == 0 && k % 8 == 0, "features must be multiples of 8");
     STD_TORCH_CHECK(rows >= weight.size(1) && rows % row_step == 0 && (experts == 1 || weight.stride(0) % row == 0),
                     kUnaligned);
     STD_TORCH_CHECK(experts * rows < std::numeric_limits<int32_t>::max() - 1024,

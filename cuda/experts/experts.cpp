@@ -42,6 +42,8 @@ Tensor compute_experts(const OptionalTensor& into, const OptionalTensor& residua
       ExpertLayer{gate_up, gate_up_bias, gated ? 2 : 1, interleaved, transposed}.problem(routes, dtype, routes.top_k);
   GroupedProblem second = ExpertLayer{down, down_bias, 1, false, transposed}.problem(routes, dtype, 1);
 
+  STD_TORCH_CHECK(!transposed || (first.gemm.k % kTransposedK == 0 && second.gemm.k % kTransposedK == 0),
+                  "features must be multiples of ", kTransposedK);
   const ExpertKernels chosen = ExpertKernels::of(x, first, !factors.empty());
   const Gpu& device = chosen.gpu;
 
@@ -168,7 +170,7 @@ Tensor adapted_experts(const Tensor& x, const Tensor& top_k_index, const Tensor&
 }
 
 std::string plan_experts(const Tensor& x, const Tensor& gate_up_weight, const Tensor& down_weight, int64_t top_k,
-                         bool transposed) {
+                         bool transposed, bool trained) {
   STD_TORCH_CHECK(x.dim() == 2 && top_k > 0 && x.size(0) > 0, "operands must be those of a call");
   check_size(x.size(0) * top_k, gate_up_weight.size(0));
   const Routes routes{nullptr, 8, static_cast<int>(x.size(0)), static_cast<int>(top_k),
@@ -178,16 +180,18 @@ std::string plan_experts(const Tensor& x, const Tensor& gate_up_weight, const Te
   const DType dtype = dtype_of(x, "x");
   const GroupedProblem first = ExpertLayer{gate_up_weight, {}, parts, false, transposed}.problem(routes, dtype, 1);
   const GroupedProblem second = ExpertLayer{down_weight, {}, 1, false, transposed}.problem(routes, dtype, 1);
-  const ExpertKernels chosen = ExpertKernels::of(x, first, false);
+  const ExpertKernels chosen = trained ? ExpertKernels::of_training(x) : ExpertKernels::of(x, first, false);
   const Gpu& device = chosen.gpu;
   const Architecture& own = *architecture_of(device);
-  const Refusal refusal = forces_experts() ? Refusal::kNone : own.grouped->decide(first, second, device);
+  const auto decide = trained ? own.grouped->decide_training : own.grouped->decide;
+  const bool is_ours = forces_experts() || decide == nullptr;
+  const Refusal refusal = is_ours ? Refusal::kNone : decide(first, second, device);
   for (const GroupedProblem* problem : {&first, &second}) {
     if (refusal != Refusal::kNone) {
       record.layer().set("implementation", "torch").set("refusal", code(refusal));
       continue;
     }
-    const GroupedPlan plan = chosen.kernels.plan(*problem, device);
+    const GroupedPlan plan = trained ? chosen.kernels.plan_training(routes) : chosen.kernels.plan(*problem, device);
     record.layer()
         .set("implementation", chosen.architecture->name)
         .set("kernel", plan.loop == MainLoop::kTiled ? "grouped_tiled" : "grouped")

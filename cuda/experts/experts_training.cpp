@@ -3,8 +3,8 @@
 // its weight: the product with the down weights does so when it makes the gradients of gate and up of its sums, and the
 // hidden values anew. Nothing waits for the host, and every sum has a fixed order.
 //
-// Experts of other forms than gates and ups side by side, without biases and limits, are plain products with a kernel
-// between them (training/gates.cuh).
+// Experts of other forms than gates and ups side by side, without biases and limits, and all of them where an
+// architecture says so, are plain products with a kernel between them (training/gates.cuh).
 //
 // An adapter's rows are a product of few columns, and what they add is a low-rank term of the layer's own product, in
 // the backward too, with the factors in each other's place.
@@ -34,7 +34,9 @@ enum Needs {
   kOfDownA = 64,
   kOfDownB = 128,
   kOfGateUpBias = 256,
-  kOfDownBias = 512
+  kOfDownBias = 512,
+  kOfSums = 1024,  // those of the values before the activation themselves, behind the others
+  kBySums = 2048   // these are there, in the place of `gate_up`
 };
 
 // The layout of the weights, and what is between the products; operands.h says what fits.
@@ -59,8 +61,6 @@ struct Term {
 };
 using OptionalTerm = std::optional<Term>;
 
-constexpr int64_t kFeatureStep = 64;
-
 void check_trained(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights, const ExpertWeights& given,
                    const Form& form) {
   check_experts(x, top_k_index, top_k_weights, given.gate_up, given.down, given.gate_up_bias, given.down_bias,
@@ -68,12 +68,8 @@ void check_trained(const Tensor& x, const Tensor& top_k_index, const Tensor& top
   STD_TORCH_CHECK(dtype_of(x, "x") != DType::kFloat32, "x must be bfloat16 or float16");
   check_size(top_k_index.numel(), given.gate_up.size(0));
   const int in = form.transposed ? 1 : 2;
-  const int64_t features = given.gate_up.size(in), hidden = given.down.size(in);
-  STD_TORCH_CHECK(features % kFeatureStep == 0 && hidden % kFeatureStep == 0 && features > kFeatureStep && hidden > 0 &&
-                      given.down.size(3 - in) == features && top_k_index.numel() > 0,
-                  "features must be multiples of ", kFeatureStep);
-  STD_TORCH_CHECK(form.is_fused() || hidden >= kTiledBlock, "there must be ", kTiledBlock,
-                  " hidden features at least, of weights that are transposed or without a gate");
+  STD_TORCH_CHECK(given.down.size(3 - in) == given.gate_up.size(in), "experts must have as many outputs as inputs");
+  STD_TORCH_CHECK(top_k_index.numel() > 0, "top_k_index must not be empty");
 }
 
 Matrix matrix(const Tensor& rows, int64_t first_column = 0) {
@@ -102,7 +98,6 @@ class TrainedExperts {
         gate_up_bias_(aligned_bias(given.gate_up_bias)),
         down_bias_(aligned_bias(given.down_bias)),
         form_(form),
-        fuses_(form.is_fused() && !given.gate_up_bias && !given.down_bias),
         experts_(given.gate_up.size(0)),
         features_(given.gate_up.size(form.transposed ? 1 : 2)),
         hidden_(given.down.size(form.transposed ? 1 : 2)),
@@ -110,6 +105,7 @@ class TrainedExperts {
         dtype_(dtype_of(x, "x")),
         routes_(routes_of(index_, experts_)),
         kernels_(ExpertKernels::of_training(x)),
+        fuses_(kernels_.kernels.fuses_in_training && form.is_fused() && !given.gate_up_bias && !given.down_bias),
         plan_(kernels_.kernels.plan_training(routes_)),
         stream_(current_stream(x)),
         // Lists of int and of float, counted in elements of 16 bits.
@@ -126,16 +122,17 @@ class TrainedExperts {
   Tensor sorted(const Tensor& x) const {
     const TensorRows from = addressable_rows(x);
     const Tensor to = new_rows(features_);
-    RowSort sort{routes_, fused_mlp::matrix(from), features_, kTiledBlock, to.mutable_data_ptr(), row_of_slot_, codes_,
-                 counts_};
-    sort.rows = ranges_;
-    sort.tiles = tiles_;
-    sort.tile_count = counts_ + 1;
+    RowSort sort = lists_of_sort();
+    sort.x = fused_mlp::matrix(from);
+    sort.sorted = to.mutable_data_ptr();
     sort.training = {weights_.const_data_ptr(), weight_type(weights_),
                      static_cast<float*>(row_weights_.mutable_data_ptr())};
     check(launch_row_sort(sort, kernels_.gpu, stream_));
     return to;
   }
+
+  // The lists of sorted rows alone.
+  void list_rows() const { check(launch_row_sort(lists_of_sort(), kernels_.gpu, stream_)); }
 
   // Rows times the first `rank` rows of every expert's factor, transposed: zeros where they are not filled.
   Tensor rank_rows(const Tensor& rows, const Tensor& factor, int64_t rank) const {
@@ -255,8 +252,7 @@ class TrainedExperts {
 
   ExpertAdapters adapters(const std::vector<OptionalTensor>& factors, const std::vector<double>& scalings) const {
     const ExpertAdapters found(factors, scalings, like_, routes_, gate_up_, down_, form_.transposed);
-    STD_TORCH_CHECK(!found.any() || hidden_ >= kTiledBlock, "with adapters there must be ", kTiledBlock,
-                    " hidden features at least");
+    STD_TORCH_CHECK(!found.any() || kernels_.kernels.adds_low_rank, "there is no kernel for adapters of these experts");
     return found;
   }
 
@@ -267,7 +263,20 @@ class TrainedExperts {
  private:
   int64_t rows() const { return plan_.sorted_rows; }
   int64_t blocks() const { return rows() / kTiledBlock; }
-  int row_sum_parts() const { return fuses_ ? static_cast<int>(hidden_ / kRowSumColumns) : 1; }
+  RowSort lists_of_sort() const {
+    RowSort sort{.routes = routes_,
+                 .k = features_,
+                 .block_rows = kTiledBlock,
+                 .row_of_slot = row_of_slot_,
+                 .codes = codes_,
+                 .count = counts_};
+    sort.rows = ranges_;
+    sort.tiles = tiles_;
+    sort.tile_count = counts_ + 1;
+    sort.tile_rows = plan_.rows;
+    return sort;
+  }
+  int row_sum_parts() const { return fuses_ ? static_cast<int>(ceil_div(hidden_, kRowSumColumns)) : 1; }
   Tensor new_rows(int64_t columns) const { return new_dense(like_, {rows(), columns}); }
 
   GroupedProblem problem(const Tensor& weight, int parts, bool as_it_lies, Product kind, const Tensor& a,
@@ -319,11 +328,11 @@ class TrainedExperts {
   const Tensor like_, index_, weights_, gate_up_, down_;
   const OptionalTensor gate_up_bias_, down_bias_;
   const Form form_;
-  const bool fuses_;  // what is between the products with these
   const int64_t experts_, features_, hidden_, width_;
   const DType dtype_;
   const Routes routes_;
   const ExpertKernels kernels_;
+  const bool fuses_;  // what is between the products with these
   const GroupedPlan plan_;
   const cudaStream_t stream_;
   const Tensor lists_, row_weights_;
@@ -384,15 +393,23 @@ std::vector<Tensor> gradients_of_experts(const Tensor& grad, const Kept& kept, c
   STD_TORCH_CHECK((of_gate_up && rank_rows) || !(needs & (kOfGateUpA | kOfGateUpB)), "gate_up_factors must be there");
   STD_TORCH_CHECK(sorted || !(needs & (kOfGateUp | kOfGateUpA)), "sorted must be there");
   STD_TORCH_CHECK(of_down || !(needs & (kOfDownA | kOfDownB)), "down_factors must be there");
-  const Tensor gate_up_gradient = overwrites ? gate_up : experts.new_gate_up(), sums = experts.new_row_sums();
+  constexpr int64_t kBehindSums = kOfX | kOfGateUp | kOfGateUpA | kOfGateUpB | kOfGateUpBias;
+  STD_TORCH_CHECK(!(needs & kBySums) || !(needs & ~(kBySums | kBehindSums)),
+                  "needs must be of what follows from the gradients of gate_up");
+  const bool is_differentiated = needs & kBySums;
+  const Tensor gate_up_gradient = overwrites || is_differentiated ? gate_up : experts.new_gate_up();
   OptionalTensor down, down_a, down_b, down_bias;
   const auto gradient = [&](const Tensor& found, size_t layer, bool of_a) {
     return adapters.gradient(found, layer, of_a, experts.stream());
   };
-  {  // what needs the gradient's rows, and the hidden values, which have gone when the next product needs room
+  OptionalTensor sums;
+  if (is_differentiated) {
+    experts.list_rows();
+  } else {  // what needs the gradient's rows, and the hidden values, which have gone when the next product needs room
+    sums = experts.new_row_sums();
     const Tensor rows = experts.sorted(grad);
     const OptionalTerm term = experts.term(rows, of_down);
-    const Tensor hidden = experts.differentiated(rows, gate_up, gate_up_gradient, sums, term);
+    const Tensor hidden = experts.differentiated(rows, gate_up, gate_up_gradient, *sums, term);
     if (needs & kOfDownBias) down_bias = experts.bias_gradient(rows, true);
     if (needs & kOfDown) down = experts.outer_of_weight(rows, hidden);
     if (needs & kOfDownA) down_a = gradient(experts.outer(hidden, term->rows), 1, true);
@@ -406,7 +423,7 @@ std::vector<Tensor> gradients_of_experts(const Tensor& grad, const Kept& kept, c
   if (needs & (kOfX | kOfGateUpA)) term = experts.term(gate_up_gradient, of_gate_up);
   std::vector<Tensor> found;
   if (needs & kOfX) found.push_back(experts.input_gradient(gate_up_gradient, term));
-  if (needs & kOfWeights) found.push_back(experts.weight_gradient(sums));
+  if (needs & kOfWeights) found.push_back(experts.weight_gradient(*sums));
   if (needs & kOfGateUp) found.push_back(experts.outer_of_weight(gate_up_gradient, *sorted));
   if (down) found.push_back(*down);
   if (needs & kOfGateUpA) found.push_back(gradient(experts.outer(*sorted, term->rows), 0, true));
@@ -418,6 +435,7 @@ std::vector<Tensor> gradients_of_experts(const Tensor& grad, const Kept& kept, c
   if (down_b) found.push_back(*down_b);
   if (needs & kOfGateUpBias) found.push_back(experts.bias_gradient(gate_up_gradient, false));
   if (down_bias) found.push_back(*down_bias);
+  if (needs & kOfSums) found.push_back(gate_up_gradient);
   return found;
 }
 

@@ -52,7 +52,7 @@ const Architecture* architecture_of(const Gpu& gpu);
 // The one whose kernels compute the experts of a call in inference: a GPU's own, or one beside it; or null.
 const Architecture* architecture_of_experts(const Gpu& gpu, const GroupedProblem& first);
 
-// The first that runs on a GPU and trains experts, or null.
+// The first that runs on a GPU and trains experts, or the one that a test forces; or null.
 const Architecture* architecture_of_trained_experts(const Gpu& gpu);
 
 // True if experts are to be the architecture's whatever a model says: a test forces them.

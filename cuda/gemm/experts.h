@@ -19,12 +19,15 @@ struct GroupedKernels {
   Refusal (*decide)(const GroupedProblem& first, const GroupedProblem& second, const Gpu& gpu);
   // The products of training, and the plan for their rows, sorted into blocks. Null where there are none.
   GroupedPlan (*plan_training)(const Routes& routes);
+  // As decide(), of a forward and its backward. Null where they are always ours.
+  Refusal (*decide_training)(const GroupedProblem& first, const GroupedProblem& second, const Gpu& gpu) = nullptr;
   cudaError_t (*launch_training)(const GroupedProblem& problem, const GroupedPlan& plan, const Gpu& gpu,
                                  cudaStream_t stream);
   // True if they take less time for both layers of a call than those of another architecture, which is the GPU's own.
   // Null where they never do.
   bool (*are_faster_beside)(const GroupedProblem& first, const Gpu& gpu) = nullptr;
-  bool adds_low_rank = false;  // true if products add a low-rank term
+  bool adds_low_rank = false;      // true if products add a low-rank term
+  bool fuses_in_training = false;  // true if products of training have epilogues of gates, and not plain ones alone
 };
 
 // True if a kernel may start while the one before it drains: before, the instructions for it are not there.

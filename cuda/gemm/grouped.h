@@ -86,10 +86,9 @@ struct GroupedProblem {
   int slots_of_row;     // slots of a row of a: top_k where its rows are those of tokens, 1 where those of slots
   int64_t weight_rows;  // from an expert's first row of weights to the next one's, for both operands
   // Weights are [k, n], or of a gated product [k, 2 n]: gates and ups side by side, or columns of them in turns where
-  // interleaved. `gemm.weight` is all of it, and so is `gemm.up_weight`. k is a multiple of 64.
+  // interleaved. `gemm.weight` is all of it, and so is `gemm.up_weight`.
   bool transposed, interleaved;
-  // The same of the weights of gemm.low_rank, whose rows are slots, or sorted as those of a. Of those that lie [k, n],
-  // k is filled up with zeros to a multiple of 64.
+  // The same of the weights of gemm.low_rank, whose rows are slots, or sorted as those of a.
   int64_t low_rank_rows = 0;
   bool of_slots = false, low_rank_of_slots = false;  // weights, or those of the term: a slot's each, not an expert's
   int64_t bias_stride;                               // from an expert's first bias to the next one's, for both operands

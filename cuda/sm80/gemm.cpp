@@ -5,6 +5,7 @@
 #include "../gemm/architecture.h"
 #include "../gemm/choice/refusal.h"
 #include "grouped/grouped_plan.h"
+#include "grouped/outer.h"
 #include "plan/plan.h"
 #include "plan/time_model.h"
 
@@ -28,16 +29,25 @@ cudaError_t launch(const GemmProblem& p, const GemmKernel& kernel, const Gpu& gp
 template <typename Element>
 cudaError_t launch_grouped(const GroupedProblem& problem, const GroupedPlan& plan, const Gpu& gpu, cudaStream_t stream);
 
+cudaError_t launch_experts(const GroupedProblem& p, const GroupedPlan& plan, const Gpu& gpu, cudaStream_t stream) {
+  return p.gemm.dtype == DType::kFloat16 ? launch_grouped<__half>(p, plan, gpu, stream)
+                                         : launch_grouped<__nv_bfloat16>(p, plan, gpu, stream);
+}
+
 constinit const GroupedKernels kGroupedKernels = {
     .plan = plan_grouped,
-    .launch =
-        [](const GroupedProblem& p, const GroupedPlan& plan, const Gpu& gpu, cudaStream_t stream) {
-          return p.gemm.dtype == DType::kFloat16 ? launch_grouped<__half>(p, plan, gpu, stream)
-                                                 : launch_grouped<__nv_bfloat16>(p, plan, gpu, stream);
-        },
+    .launch = launch_experts,
     .decide = decide_experts,
-    .plan_training = nullptr,
-    .launch_training = nullptr,
+    .plan_training = plan_trained_experts,
+    .decide_training = decide_trained_experts,
+    .launch_training =
+        [](const GroupedProblem& p, const GroupedPlan& plan, const Gpu& gpu, cudaStream_t stream) {
+          if (p.outer) return launch_outer(p, gpu, stream);
+          GroupedProblem plain = p;  // weights [k, n] are those of any product here
+          plain.gemm.kind = Product::kPlain;
+          plain.gemm.epilogue.activation = static_cast<int64_t>(Activation::kLinear);
+          return launch_experts(plain, plan, gpu, stream);
+        },
     .are_faster_beside = experts_are_faster_beside_sm90,
 };
 

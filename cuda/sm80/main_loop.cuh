@@ -2,8 +2,8 @@
 // of k ahead, from which the warps take fragments by ldmatrix and multiply them by mma.sync, one step ahead as well.
 //
 // Rows of a stage lie behind each other, block_k elements each. Their pieces of 16 bytes are swizzled, so that eight
-// rows of one column of pieces, which is what ldmatrix reads at a time, lie in distinct banks. The N side may also be
-// read as it lies, [k, n]: then a stage has a row for each of block_k, and ldmatrix transposes.
+// rows of one column of pieces, which is what ldmatrix reads at a time, lie in distinct banks. Sides may also be read
+// as they lie, [k, n] or [k, m]: then a stage has a row for each of block_k, and ldmatrix transposes.
 #pragma once
 
 #include "../../torch-ext/operands/matrix.h"
@@ -27,7 +27,7 @@ __device__ __forceinline__ uint32_t swizzled(int row, int piece) {
 }
 
 template <typename Element_, int kRowsM_, int kRowsN_, int kBlockK_, int kWarpsM_, int kWarpsN_, int kWarpsK_,
-          int kStages_, bool kLies_ = false>
+          int kStages_, bool kLies_ = false, bool kLiesM_ = false>
 struct CtaTile {
   using Element = Element_;
   static constexpr Shape kShape{kRowsM_, kRowsN_, kBlockK_, kWarpsM_, kWarpsN_, kWarpsK_, kStages_};
@@ -38,7 +38,8 @@ struct CtaTile {
   static constexpr int kWarpsN = kWarpsN_;
   static constexpr int kWarpsK = kWarpsK_;
   static constexpr int kStages = kStages_;
-  static constexpr bool kLies = kLies_;  // true if the N side is [k, n]
+  static constexpr bool kLies = kLies_;    // true if the N side is [k, n]
+  static constexpr bool kLiesM = kLiesM_;  // true if the M side is [k, m]
   static constexpr int kThreads = kShape.threads();
   static constexpr int kRowBytes = kBlockK * 2;
   static constexpr int kLyingRowBytes = kRowsN * 2;
@@ -113,12 +114,13 @@ struct SideLoader {
   }
 };
 
-// The same of an N side that lies as [k, n]: its rows are elements of k. It is asked for one block after the other, and
-// in each for the first passes first.
-template <typename Tile>
+// The same of a side that lies as [k, n], or [k, m]: its rows are elements of k. It is asked for one block after the
+// other, and in each for the first passes first.
+template <typename Tile, int kColumns = Tile::kRowsN>
 struct LyingLoader {
   using Element = typename Tile::Element;
-  static constexpr int kPieces = Tile::kRowsN / kPiece;  // pieces of a row
+  static constexpr int kPieces = kColumns / kPiece;  // pieces of a row
+  static constexpr int kRowBytes = kColumns * 2;
   static constexpr int kRowsOfPass = Tile::kThreads / kPieces;
   static constexpr int kPasses = Tile::kBlockK / kRowsOfPass;
   static_assert(kRowsOfPass % 8 == 0 && Tile::kBlockK % kRowsOfPass == 0);
@@ -136,12 +138,12 @@ struct LyingLoader {
 
   template <int kOf>
   __device__ __forceinline__ void load(uint32_t side, int begin, int k, int first) {
-    const uint32_t shared = side + swizzled<Tile::kLyingRowBytes>(row(), piece());
+    const uint32_t shared = side + swizzled<kRowBytes>(row(), piece());
     const int left = k - begin - row();
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       if (pass * kOf / kPasses != first) continue;
-      cp_async_16(shared + pass * kRowsOfPass * Tile::kLyingRowBytes, source, pass * kRowsOfPass < left);
+      cp_async_16(shared + pass * kRowsOfPass * kRowBytes, source, pass * kRowsOfPass < left);
       source += step;
     }
   }
@@ -164,12 +166,15 @@ struct WarpPlace {
 // The places of this lane's rows in a stage, for ldmatrix.
 template <typename Tile>
 struct FragmentReader {
+  static constexpr int kLyingRowBytesM = Tile::kRowsM * 2;
   uint32_t m, n;  // offsets in a stage, at the warp's first step
 
   __device__ __forceinline__ explicit FragmentReader(const WarpPlace<Tile>& warp) {
     const int lane = threadIdx.x % 32;
     const uint32_t first_step = step_bits(warp.k * Tile::kSteps);
-    m = swizzled<Tile::kRowBytes>(warp.m * Tile::kWarpStepM + lane % 16, lane / 16) ^ first_step;
+    m = Tile::kLiesM
+            ? swizzled<kLyingRowBytesM>(lane / 16 * 8 + lane % 8, warp.m * Tile::kWarpStepM / kPiece + lane / 8 % 2)
+            : swizzled<Tile::kRowBytes>(warp.m * Tile::kWarpStepM + lane % 16, lane / 16) ^ first_step;
     n = Tile::kLies ? swizzled<Tile::kLyingRowBytes>(lane % 16, warp.n * Tile::kWarpRowsN / kPiece + lane / 16)
                     : swizzled<Tile::kRowBytes>(warp.n * Tile::kWarpRowsN + lane / 16 * 8 + lane % 8, lane / 8 % 2) ^
                           first_step;
@@ -185,7 +190,13 @@ struct FragmentReader {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       uint32_t (&tile)[4] = fragments.m[i];
-      load_matrix_x4(side_m + i * Tile::kTileStepM * Tile::kRowBytes, tile[0], tile[1], tile[2], tile[3]);
+      if constexpr (Tile::kLiesM) {
+        static_assert(Tile::kWarpRowsM <= 8 * kPiece && Tile::kTileStepM == kMmaM && Tile::kWarpsK == 1);
+        const uint32_t columns = m ^ i * kMmaM / kPiece * kPieceBytes;
+        load_matrix_x4_transposed(stage + step * kMmaK * kLyingRowBytesM + columns, tile[0], tile[1], tile[2], tile[3]);
+      } else {
+        load_matrix_x4(side_m + i * Tile::kTileStepM * Tile::kRowBytes, tile[0], tile[1], tile[2], tile[3]);
+      }
     }
     if constexpr (Tile::kLies) {
       read_lying(fragments, stage + Tile::kRowsM * Tile::kRowBytes + step * kMmaK * Tile::kLyingRowBytes);
@@ -240,7 +251,7 @@ __device__ __forceinline__ void clear(Accumulator<Tile>& sums) {
 
 // Copies every kOf-th pass of a block, from pass `first` on, into a stage.
 template <int kOf, typename Tile, typename LoaderM, typename LoaderN>
-__device__ __forceinline__ void load_block(uint32_t stage, const LoaderM& loader_m, LoaderN& loader_n, int block, int k,
+__device__ __forceinline__ void load_block(uint32_t stage, LoaderM& loader_m, LoaderN& loader_n, int block, int k,
                                            int first) {
   loader_m.template load<kOf>(stage, block * Tile::kBlockK, k, first);
   loader_n.template load<kOf>(stage + Tile::kRowsM * Tile::kRowBytes, block * Tile::kBlockK, k, first);
@@ -250,7 +261,7 @@ __device__ __forceinline__ void load_block(uint32_t stage, const LoaderM& loader
 // with the first block. Every block is a group of copies, and there is a group for every stage also where there is no
 // block for it: so that the number of groups behind a block's is always the same.
 template <typename Tile, typename LoaderM, typename LoaderN>
-__device__ __forceinline__ void fill(uint32_t ring, const LoaderM& loader_m, LoaderN& loader_n, int k) {
+__device__ __forceinline__ void fill(uint32_t ring, LoaderM& loader_m, LoaderN& loader_n, int k) {
 #pragma unroll
   for (int block = 0; block < Tile::kStages - 1; ++block) {
     if (block * Tile::kBlockK < k) {
@@ -263,7 +274,7 @@ __device__ __forceinline__ void fill(uint32_t ring, const LoaderM& loader_m, Loa
 // sums += M N^T over k elements, of the rows that the loaders bring, with which the ring was filled; of each warp's
 // rows of M the first kCount tiles. On return the ring is free, and no copy is on its way.
 template <typename Tile, int kCount = Tile::kTilesM, typename LoaderM, typename LoaderN>
-__device__ __forceinline__ void multiply(uint32_t ring, const LoaderM& loader_m, LoaderN& loader_n,
+__device__ __forceinline__ void multiply(uint32_t ring, LoaderM& loader_m, LoaderN& loader_n,
                                          const WarpPlace<Tile>& warp, int k, Accumulator<Tile>& sums) {
   constexpr uint32_t kRingBytes = Tile::kShape.ring_bytes();
   const int blocks = (k + Tile::kBlockK - 1) / Tile::kBlockK;

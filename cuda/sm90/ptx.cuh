@@ -139,6 +139,16 @@ __device__ __forceinline__ void tma_load(const CUtensorMap* map, uint32_t barrie
       : "memory");
 }
 
+// From one matrix of a stack.
+__device__ __forceinline__ void tma_load_of(int group, const CUtensorMap* map, uint32_t barrier, uint32_t shared,
+                                            int column, int row) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
+          "r"(shared),
+      "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(group)
+      : "memory");
+}
+
 __device__ __forceinline__ void tma_load(const CUtensorMap* map, uint32_t barrier, uint32_t shared, int column, int row,
                                          uint64_t policy) {
   asm volatile(
@@ -168,6 +178,13 @@ __device__ __forceinline__ void bulk_load(const void* global, uint32_t barrier, 
 __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t shared, int column, int row) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(shared),
                "r"(column), "r"(row)
+               : "memory");
+}
+
+// To one matrix of a stack.
+__device__ __forceinline__ void tma_store_to(int group, const CUtensorMap* map, uint32_t shared, int column, int row) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+               "r"(shared), "r"(column), "r"(row), "r"(group)
                : "memory");
 }
 

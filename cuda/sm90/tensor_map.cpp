@@ -35,6 +35,8 @@ struct Key {
   int box_rows = 0;
   int box_cols = 0;
   DType dtype{};
+  int64_t count = 0;  // of matrices in a stack; 0 for one by itself
+  int64_t stack_rows = 0;
 
   bool operator==(const Key&) const = default;
 
@@ -48,10 +50,12 @@ bool encode(CUtensorMap* map, const Key& key) {
   static const Encode driver_encode = find_encode();
   if (driver_encode == nullptr) return false;
   constexpr int kElementBytes = 2;
-  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(key.cols), static_cast<cuuint64_t>(key.rows)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(key.row_stride) * kElementBytes};
-  const cuuint32_t box[2] = {static_cast<cuuint32_t>(key.box_cols), static_cast<cuuint32_t>(key.box_rows)};
-  const cuuint32_t element_strides[2] = {1, 1};
+  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(key.cols), static_cast<cuuint64_t>(key.rows),
+                               static_cast<cuuint64_t>(key.count)};
+  const cuuint64_t row_bytes = static_cast<cuuint64_t>(key.row_stride) * kElementBytes;
+  const cuuint64_t strides[2] = {row_bytes, row_bytes * key.stack_rows};
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(key.box_cols), static_cast<cuuint32_t>(key.box_rows), 1};
+  const cuuint32_t element_strides[3] = {1, 1, 1};
   const CUtensorMapSwizzle swizzle = key.box_cols == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
                                      : key.box_cols == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
                                                           : CU_TENSOR_MAP_SWIZZLE_32B;
@@ -59,15 +63,12 @@ bool encode(CUtensorMap* map, const Key& key) {
       key.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   // To have L2 fetch 256 bytes for a request of 128 takes streamed kernels 1 to 3% longer, and all kernels up to 20%
   // where rows are not whole lines.
-  return driver_encode(map, type, 2, const_cast<void*>(key.data), sizes, strides, box, element_strides,
-                       CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+  return driver_encode(map, type, key.count == 0 ? 2 : 3, const_cast<void*>(key.data), sizes, strides, box,
+                       element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-}  // namespace
-
-bool encode_tensor_map(CUtensorMap* map, DType dtype, const Matrix& matrix, int64_t rows, int64_t cols, int box_rows,
-                       int box_cols) {
+bool encode_or_find(CUtensorMap* map, const Key& key) {
   // The driver takes about a microsecond for a map (H100 host), and a model asks for the same few hundred again and
   // again.
   struct Entry {
@@ -80,7 +81,6 @@ bool encode_tensor_map(CUtensorMap* map, DType dtype, const Matrix& matrix, int6
     make_context_current();
     cache = std::make_unique<Entry[]>(kEntries);
   }
-  const Key key{matrix.data, matrix.row_stride, rows, cols, box_rows, box_cols, dtype};
   Entry& entry = cache[key.slot(kEntries)];
   if (entry.key != key) {
     entry.key = {};
@@ -89,6 +89,19 @@ bool encode_tensor_map(CUtensorMap* map, DType dtype, const Matrix& matrix, int6
   }
   *map = entry.map;
   return true;
+}
+
+}  // namespace
+
+bool encode_tensor_map(CUtensorMap* map, DType dtype, const Matrix& matrix, int64_t rows, int64_t cols, int box_rows,
+                       int box_cols) {
+  return encode_or_find(map, {matrix.data, matrix.row_stride, rows, cols, box_rows, box_cols, dtype});
+}
+
+bool encode_tensor_map(CUtensorMap* map, DType dtype, const MatrixStack& stack, int64_t rows, int64_t cols,
+                       int box_rows, int box_cols) {
+  return encode_or_find(map, {stack.first.data, stack.first.row_stride, rows, cols, box_rows, box_cols, dtype,
+                              stack.count, stack.stack_rows});
 }
 
 }  // namespace fused_mlp::sm90

@@ -12,4 +12,12 @@ namespace fused_mlp::sm90 {
 bool encode_tensor_map(CUtensorMap* map, DType dtype, const Matrix& matrix, int64_t rows, int64_t cols, int box_rows,
                        int box_cols);
 
+// The same of a stack of matrices, the first rows of which lie `stack_rows` rows apart. A box lies in one of them.
+struct MatrixStack {
+  Matrix first;
+  int64_t count, stack_rows;
+};
+bool encode_tensor_map(CUtensorMap* map, DType dtype, const MatrixStack& stack, int64_t rows, int64_t cols,
+                       int box_rows, int box_cols);
+
 }  // namespace fused_mlp::sm90

@@ -31,7 +31,7 @@ def test_every_toolkit_is_pinned_to_its_version():
         assert compilers and all(pin.partition("==")[2].startswith(f"{version}.") for pin in compilers)
 
 
-@pytest.fixture(scope="module", params=["cuda", "cuda_sm80", "cuda_sm90"])
+@pytest.fixture(scope="module", params=["cuda", "cuda_experts", "cuda_sm80", "cuda_sm90"])
 def section(request, cuda_variant):
     """A section of the CUDA build, and the kernels in the object file of each of its sources."""
     (found,) = [each for each in cuda_variant.sections if each.name == request.param]

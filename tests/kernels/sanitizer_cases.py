@@ -284,24 +284,40 @@ def grouped(fused_mlp, architecture: str) -> int:
     return calls
 
 
-def trained_experts(ops) -> int:
-    """Training of experts: few and many rows of each, some of none, tails of features; how many calls."""
+def trained_experts(ops, fused_mlp) -> int:
+    """Training of experts by each architecture: few and many rows of each, some of none, tails of features; how many
+    calls.
+    """
+    found = [each for each in gemm_kernels.ARCHITECTURES if gemm_kernels.runs_on(each, CAPABILITY)]
+    calls = 0
+    for architecture in found:
+        with gemm_kernels.forced(fused_mlp, architecture):
+            calls += _trained_experts(ops, architecture)
+    return calls
+
+
+CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+def _trained_experts(ops, architecture: str) -> int:
     cases = list(itertools.product(((5, 2, 4), (300, 3, 5), (900, 2, 3)), (torch.bfloat16, torch.float16)))
     for (tokens, k, experts), dtype in cases:
-        print(f"training of experts: {tokens} tokens, {k} of {experts}, {dtype}", flush=True)
+        print(f"{architecture}: training of experts: {tokens} tokens, {k} of {experts}, {dtype}", flush=True)
         index = torch.randint(-1, experts + 1, (tokens, k), device="cuda")
         x, first, second = (
             torch.randn(size, device="cuda").to(dtype)
-            for size in ((tokens, 320), (experts, 384, 320), (experts, 320, 192))
+            for size in ((tokens, 328), (experts, 400, 328), (experts, 328, 200))
         )
         routed = index, torch.rand(tokens, k, device="cuda"), first, second
         # Those of adapters lie as PEFT keeps them, in either dtype, of ranks with and without a tail.
         rank, kind = (5, torch.float32) if tokens == 300 else (16, dtype)
-        sizes = ((experts, rank, 320), (384, rank, experts), (experts, rank, 192), (320, rank, experts))
+        sizes = ((experts, rank, 328), (400, rank, experts), (experts, rank, 200), (328, rank, experts))
         factors = [torch.randn(size, device="cuda").to(kind) for size in sizes]
         factors = [factor.permute(2, 0, 1) if place % 2 else factor for place, factor in enumerate(factors)]
         nothing, form = (None, None), (4, True, False, False, None, 0.0)
         for adapters, bits in (([None] * 4, 15), (factors, 255)):
+            if adapters is factors and architecture != "sm90":
+                continue  # which alone adds the terms of adapters
             _, sorted_x, gate_up, *rows = ops.experts_training_forward(
                 x, *routed, *nothing, adapters, [0.5, 2.0], *form
             )
@@ -309,20 +325,25 @@ def trained_experts(ops) -> int:
             kept = *kept, rows[0] if rows else None, *form, bits
             ops.experts_training_backward(*kept)
             ops.experts_training_backward_(*kept)
-        ops.adapted_experts(x, *routed, *nothing, factors, [0.5, 2.0], 4, True, False, False, None, 0.0)
+        if architecture == "sm90":
+            ops.adapted_experts(x, *routed, *nothing, factors, [0.5, 2.0], 4, True, False, False, None, 0.0)
         # gpt-oss's: transposed, in turns, with biases and limits; and those without a gate.
-        biases = (torch.randn(experts, size, device="cuda").to(dtype) for size in (384, 320))
+        biases = (torch.randn(experts, size, device="cuda").to(dtype) for size in (400, 328))
         lying = index, routed[1], first.mT.contiguous(), second.mT.contiguous(), *biases
-        alone = index, routed[1], first[:, :192], second, *nothing
+        alone = index, routed[1], first[:, :200], second, *nothing
         for given, adapters, form, bits in (
             (lying, [None] * 4, (3, True, True, True, 0.7, 1.0), 783),
             (lying, factors, (3, True, True, True, 0.7, 1.0), 1023),
             (alone, [None] * 4, (4, False, False, False, None, 0.0), 15),
         ):
+            if adapters is factors and architecture != "sm90":
+                continue
             _, *kept = ops.experts_training_forward(x, *given, adapters, [0.5, 2.0], *form)
             sorted_x, gate_up, *rows = kept
             kept = torch.ones_like(x), sorted_x, gate_up, *given, adapters, [0.5, 2.0], rows[0] if rows else None
             ops.experts_training_backward(*kept, *form, bits)
+            *_, sums = ops.experts_training_backward(*kept, *form, 1 << 10)  # in two calls, as a graph has it
+            ops.experts_training_backward(*kept[:2], sums, *kept[3:], *form, 5 | 1 << 11)
             ops.experts_training_backward_(*kept, *form, bits)
         torch.cuda.synchronize()
     return 2 * len(cases)
@@ -539,8 +560,7 @@ def run(tool: str) -> None:
         for architecture in gemm_kernels.ARCHITECTURES:
             if gemm_kernels.runs_on(architecture, torch.cuda.get_device_capability()):
                 calls += grouped(fused_mlp, architecture)
-        if torch.cuda.get_device_capability() == (9, 0):
-            calls += trained_experts(native)
+        calls += trained_experts(native, fused_mlp)
         calls += norms(native) + attentions(native) + quantized(fused_mlp) + quantized_experts(fused_mlp)
         if tool != "racecheck":  # beside whose kernels those of cuBLAS fault
             calls += adapted(fused_mlp)

@@ -266,6 +266,22 @@ def test_grouped_kernels_of_sm80_fit_their_gpus(extension, cuobjdump, tmp_path, 
     assert sorted(found) == sorted((dtype, *entry) for dtype in gemm_kernels.DTYPES for entry in grouped_entries())
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])  # all of 8.x run the code of 8.0
+def test_outer_products_of_sm80_fit_their_gpus(extension, cuobjdump, tmp_path, arch):
+    """Those of both dtypes; no spills, and registers for two CTAs of four warps."""
+    found = []
+    for cubin in cubins_of_sm80(extension, cuobjdump, arch, tmp_path):
+        used = dict(resources(output(cuobjdump, "-res-usage", cubin), "REG|STACK|LOCAL"))
+        for symbol, demangled in zip(used, output("c++filt", *used).splitlines(), strict=True):
+            if (kernel := re.search(r"outer_kernel<\S*::OuterGemm<(\w+)>", demangled)) is None:
+                continue
+            found.append(kernel[1])
+            figures = used[symbol]
+            assert (figures["STACK"], figures["LOCAL"]) == (0, 0), demangled
+            assert 2 * 4 * -(-figures["REG"] * 32 // 256) * 256 <= 65536, demangled
+    assert sorted(found) == sorted(gemm_kernels.DTYPES)
+
+
 @pytest.mark.parametrize("arch", MULTIPROCESSORS)
 def test_gemms_of_sm80_fit_their_gpus(extension, cuobjdump, tmp_path, sizes, arch):
     """No spills, and as many CTAs on a multiprocessor as the tiles were cut for."""
@@ -274,7 +290,7 @@ def test_gemms_of_sm80_fit_their_gpus(extension, cuobjdump, tmp_path, sizes, arc
     for cubin in cubins_of_sm80(extension, cuobjdump, arch, tmp_path):
         used = dict(resources(output(cuobjdump, "-res-usage", cubin), "REG|STACK|LOCAL"))
         for symbol, demangled in zip(used, output("c++filt", *used).splitlines(), strict=True):
-            if "::grouped_" in demangled:
+            if "::grouped_" in demangled or "::outer_" in demangled:
                 continue
             ((loop, _, *arguments),) = gemm_kernels.named([demangled], "sm80")
             figures, (threads, shared) = used[symbol], sizes[(loop, *arguments)]

@@ -135,6 +135,8 @@ def test_experts_are_chosen_with_the_same_margin(predictor, gpu, transposed):
         assert tile == rows[transposed]
         if sizes[0] < 200 and not transposed:
             assert microseconds < torch_microseconds
+        ours, tile, microseconds, torch_microseconds = predictor.predict_experts(gpu, sizes, transposed, trained=True)
+        assert (ours, tile) == (1.1 * microseconds <= torch_microseconds, 128)
 
 
 @pytest.mark.parametrize("shape", predict.SHAPES, ids=str)

@@ -58,8 +58,9 @@ int predict_training(const Gpu* gpu, int product, const int64_t* sizes, double* 
 }
 
 // Gated experts, by tokens, choices of each, experts, width and hidden width: whether ours are taken, the rows of a
-// tile, and what both are estimated to take.
-int predict_experts(const Gpu* gpu, const int64_t* sizes, int transposed, int* rows, double* microseconds) {
+// tile, and what both are estimated to take; or of a forward and its backward.
+int predict_experts(const Gpu* gpu, const int64_t* sizes, int transposed, int trained, int* rows,
+                    double* microseconds) {
   const Routes routes{nullptr, 8, static_cast<int>(sizes[0]), static_cast<int>(sizes[1]), static_cast<int>(sizes[2])};
   static char weight = 0;
   GroupedProblem first{}, second{};
@@ -68,6 +69,12 @@ int predict_experts(const Gpu* gpu, const int64_t* sizes, int transposed, int* r
   second.gemm.n = sizes[3], second.gemm.k = sizes[4];
   first.routes = second.routes = routes;
   first.transposed = second.transposed = transposed != 0;
+  if (trained != 0) {
+    *rows = sm80::plan_trained_experts(routes).rows;
+    microseconds[0] = sm80::trained_experts_microseconds(first, second, *gpu);
+    microseconds[1] = sm80::torch_trained_experts_microseconds(first, second, *gpu);
+    return sm80::decide_trained_experts(first, second, *gpu) == Refusal::kNone ? 1 : 0;
+  }
   *rows = sm80::plan_grouped(first, *gpu).rows;
   microseconds[0] = sm80::experts_microseconds(first, second, *gpu);
   microseconds[1] = sm80::torch_experts_microseconds(first, second, *gpu);

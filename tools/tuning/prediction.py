@@ -114,13 +114,16 @@ class Predictor:
         ours = self._library.predict_training(ctypes.byref(gpu), product, (ctypes.c_int64 * 3)(m, n, k), found)
         return bool(ours), *found
 
-    def predict_experts(self, gpu: Gpu, sizes: tuple[int, ...], transposed: bool) -> tuple[bool, int, float, float]:
-        """Return whether ours are taken for gated experts, the rows of a tile, their time and that of torch's way.
+    def predict_experts(
+        self, gpu: Gpu, sizes: tuple[int, ...], transposed: bool, trained: bool = False
+    ) -> tuple[bool, int, float, float]:
+        """Return whether ours are taken for gated experts, the rows of a tile, their time and that of torch's way, or
+        of a forward and its backward.
 
         The sizes are tokens, choices of each, experts, width and hidden width.
         """
         rows, found = ctypes.c_int(), (ctypes.c_double * 2)()
-        given = (ctypes.c_int64 * 5)(*sizes), int(transposed), ctypes.byref(rows), found
+        given = (ctypes.c_int64 * 5)(*sizes), int(transposed), int(trained), ctypes.byref(rows), found
         ours = self._library.predict_experts(ctypes.byref(gpu), *given)
         return bool(ours), rows.value, *found
 

@@ -242,10 +242,17 @@ def _recorded_experts(given: Sequence[Optional[Tensor]], form: experts.Form) -> 
 
 def are_trained(given: Sequence[Optional[Tensor]], form: experts.Form) -> bool:
     """True if autograd follows a call of ``experts_mlp`` that is one op forward and one op backward."""
+    return _may_be_trained(given) and experts_training.refusal(given, form) is None
+
+
+def untrained_reason(given: Sequence[Optional[Tensor]], form: experts.Form) -> Optional[str]:
+    """The reason why a call that autograd follows is not, where the kernels say it."""
+    return experts_training.refusal(given, form) if _may_be_trained(given) else None
+
+
+def _may_be_trained(given: Sequence[Optional[Tensor]]) -> bool:
     x = given[0]
-    if not autograd_follows(x, *given[2:]) or pointwise_reason(*given) is not None or autocasts(x):
-        return False
-    return experts_training.refusal(given, form) is None
+    return autograd_follows(x, *given[2:]) and pointwise_reason(*given) is None and not autocasts(x)
 
 
 def _experts_backend(given: Sequence[Optional[Tensor]], form: experts.Form) -> Optional[ModuleType]:

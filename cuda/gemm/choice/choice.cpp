@@ -268,9 +268,11 @@ const Architecture* architecture_of_experts(const Gpu& gpu, const GroupedProblem
 }
 
 const Architecture* architecture_of_trained_experts(const Gpu& gpu) {
+  const Architecture* const forced = forced_architecture;
   const auto found = std::find_if(std::begin(kArchitectures), std::end(kArchitectures), [&](const auto& row) {
     const GroupedKernels* kernels = row.architecture->grouped;
-    return row.taken && row.architecture->runs_on(gpu) && kernels != nullptr && kernels->plan_training != nullptr;
+    return (forced == nullptr ? row.taken : row.architecture == forced) && row.architecture->runs_on(gpu) &&
+           kernels != nullptr && kernels->plan_training != nullptr;
   });
   return found == std::end(kArchitectures) ? nullptr : found->architecture;
 }

@@ -53,11 +53,9 @@ struct Work {
 
 constexpr int kTile = 2;  // the place in Tuning::of_peak of tiles of 128 x 128
 
-double layer_microseconds(const GroupedProblem& p, const Gpu& gpu) {
+double layer_microseconds(const GroupedProblem& p, bool streams, const Gpu& gpu) {
   const Tuning& tuning = tuning_of(gpu);
   const Work work(p);
-  const GroupedKernel kernel = kernel_for(p.routes, p.transposed);
-  const bool streams = kernel.loop == MainLoop::kStreamed;
   const double share = streams ? tuning.share_of_bandwidth : kTiledShareOfBandwidth;
   // Half of a step of rows is empty in an expert's last tile.
   const double filled = p.routes.slots() + usual_experts(p.routes) * (kFittedStep / 2.0);
@@ -66,6 +64,11 @@ double layer_microseconds(const GroupedProblem& p, const Gpu& gpu) {
   return tuning.start +
          std::max(arithmetic, (work.weight_bytes + work.row_bytes) / (share * gpu.bytes_per_microsecond));
 }
+
+double layer_microseconds(const GroupedProblem& p, const Gpu& gpu) {
+  return layer_microseconds(p, kernel_for(p.routes, p.transposed).loop == MainLoop::kStreamed, gpu);
+}
+double tiled_layer_microseconds(const GroupedProblem& p, const Gpu& gpu) { return layer_microseconds(p, false, gpu); }
 
 constexpr double kCall = 5.0;         // microseconds of the CPU for an operation of torch, which the GPU waits for
 constexpr double kRoutingCalls = 12;  // operations that sort the slots, before the CPU knows the rows of each expert
@@ -113,11 +116,51 @@ double torch_experts_microseconds(const GroupedProblem& first, const GroupedProb
          moving_microseconds(elements, 8.0, gpu);
 }
 
-Refusal decide_experts(const GroupedProblem& first, const GroupedProblem& second, const Gpu& gpu) {
+namespace {
+
+Refusal decide(double ours, double torch, const Gpu& gpu) {
   const Tuning& tuning = tuning_of(gpu);
-  const double ours = experts_microseconds(first, second, gpu);
-  if (ours * tuning.margin() <= torch_experts_microseconds(first, second, gpu)) return Refusal::kNone;
+  if (ours * tuning.margin() <= torch) return Refusal::kNone;
   return tuning.measured() ? Refusal::kTorchIsFaster : Refusal::kTorchByModel;
+}
+
+}  // namespace
+
+Refusal decide_experts(const GroupedProblem& first, const GroupedProblem& second, const Gpu& gpu) {
+  return decide(experts_microseconds(first, second, gpu), torch_experts_microseconds(first, second, gpu), gpu);
+}
+
+GroupedPlan plan_trained_experts(const Routes& routes) {
+  const int tiles = row_tiles(routes, kTiledBlock);
+  return {MainLoop::kTiled, true, kTiledBlock, tiles, 1, tiles * kTiledBlock, true};
+}
+
+namespace {
+
+// Of a forward and its backward: every layer has three products of as much work, of which two read a side as it lies.
+constexpr double kTrainedProducts = 1.0 + 2.0 / kLyingShare;
+
+}  // namespace
+
+// Rows are sorted twice and results added up twice; the gate is a kernel each way, of gates, ups and hidden values.
+double trained_experts_microseconds(const GroupedProblem& first, const GroupedProblem& second, const Gpu& gpu) {
+  const double slots = first.routes.slots(), hidden = static_cast<double>(second.gemm.k);
+  const double gates = 2.0 * hidden + hidden + 4.0 * hidden + 2.0 * hidden;
+  return kTrainedProducts * (tiled_layer_microseconds(first, gpu) + tiled_layer_microseconds(second, gpu)) +
+         moving_microseconds(slots * (gates + 6.0 * second.gemm.n), 8.0, gpu);
+}
+
+// The forward's kernels, and for the backward two products of each expert and layer, and twice as much between them.
+double torch_trained_experts_microseconds(const GroupedProblem& first, const GroupedProblem& second, const Gpu& gpu) {
+  const double layers = torch_layer_microseconds(first, gpu) + torch_layer_microseconds(second, gpu);
+  const double forward = torch_experts_microseconds(first, second, gpu);
+  const double moving = forward - layers - kRoutingCalls * kCall;
+  return forward + 2.0 * (layers + moving);
+}
+
+Refusal decide_trained_experts(const GroupedProblem& first, const GroupedProblem& second, const Gpu& gpu) {
+  return decide(trained_experts_microseconds(first, second, gpu),
+                torch_trained_experts_microseconds(first, second, gpu), gpu);
 }
 
 }  // namespace fused_mlp::sm80

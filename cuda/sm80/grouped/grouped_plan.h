@@ -17,6 +17,12 @@ double torch_experts_microseconds(const GroupedProblem& first, const GroupedProb
 // kNone where ours are estimated to be the faster way, with a margin.
 Refusal decide_experts(const GroupedProblem& first, const GroupedProblem& second, const Gpu& gpu);
 
+// The same of training: the plan for all of its products, and the times of a forward and its backward.
+GroupedPlan plan_trained_experts(const Routes& routes);
+double trained_experts_microseconds(const GroupedProblem& first, const GroupedProblem& second, const Gpu& gpu);
+double torch_trained_experts_microseconds(const GroupedProblem& first, const GroupedProblem& second, const Gpu& gpu);
+Refusal decide_trained_experts(const GroupedProblem& first, const GroupedProblem& second, const Gpu& gpu);
+
 // True if they take less time than those of sm_90a on a GPU of that (beside_sm90.cpp).
 bool experts_are_faster_beside_sm90(const GroupedProblem& first, const Gpu& gpu);
 

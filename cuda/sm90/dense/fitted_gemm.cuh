@@ -55,6 +55,7 @@ struct FittedGemm {
   static constexpr Product kProduct = kProduct_;
   static constexpr bool kGated = is_gated(kProduct);
   static constexpr bool kKept = is_kept(kProduct);
+  static constexpr bool kOuter = false;
   static constexpr bool kGathers = kGathers_;  // rows of a are those of tokens, where they lie
   static constexpr int kBlockK = sm90::kBlockK;
   static constexpr int kWeightRows = 128;

@@ -27,13 +27,19 @@ namespace fused_mlp::sm90 {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// Loads a stage of weights that lie [k, n]: the columns of n from the tile's first one on.
+// Loads a stage of weights that lie [k, n]: the columns of n from the tile's first one on. Of grouped rows they are
+// those of an expert, behind whose k zeros follow.
 template <typename Gemm>
 __device__ __forceinline__ void load_weights_as_they_lie(const CUtensorMap* weight, uint32_t full, uint32_t b, int k,
-                                                         int first_column) {
+                                                         int first_column, int expert = 0) {
 #pragma unroll
   for (int box = 0; box < Gemm::kBoxesB; ++box) {
-    tma_load(weight, full, b + box * (Gemm::kBytesB / Gemm::kBoxesB), first_column + box * 64, k);
+    const uint32_t to = b + box * (Gemm::kBytesB / Gemm::kBoxesB);
+    if constexpr (Gemm::kGrouped && !Gemm::kOuter) {
+      tma_load_of(expert, weight, full, to, first_column + box * 64, k);
+    } else {
+      tma_load(weight, full, to, first_column + box * 64, k);
+    }
   }
 }
 
@@ -44,7 +50,7 @@ __device__ __forceinline__ void load_columns(const typename Gemm::Args& args, ui
   constexpr int kBoxes = Gemm::kBlockM / 64;
 #pragma unroll
   for (int box = 0; box < kBoxes; ++box) {
-    tma_load(&args.a, full, a + box * (Gemm::kBytesA / kBoxes), tile.a_column + box * 64, k);
+    tma_load(&args.a, full, a + box * (Gemm::kBytesA / kBoxes), tile.row + box * 64, k);
   }
   load_weights_as_they_lie<Gemm>(&args.weight, full, b, k, tile.column);
 }
@@ -206,8 +212,8 @@ __device__ __forceinline__ void produce(const typename Gemm::Args& args, const T
         const int column = (of_term ? block - args.own_blocks : block) * Gemm::kBlockK;
         load_filled_rows<Gemm>(of_term ? &args.whole_rank_rows : &args.whole_a, of_term ? &args.low_rank.rows : &args.a,
                                full, shared.a(at.stage), column, tile);
-        load_weights_as_they_lie<Gemm>(of_term ? &args.low_rank.weight : &args.weight, full, shared.b(at.stage),
-                                       (of_term ? tile.first_rank_row : tile.first_weight_row) + column, tile.column);
+        load_weights_as_they_lie<Gemm>(of_term ? &args.low_rank.weight : &args.weight, full, shared.b(at.stage), column,
+                                       tile.column, tile.expert);
       } else if constexpr (Gemm::kTransposed) {
         const bool second = Gemm::kPair && block >= args.own_blocks / 2;
         const int column = (second ? block - args.own_blocks / 2 : block) * Gemm::kBlockK;
@@ -403,9 +409,11 @@ __device__ __forceinline__ void consume(const typename Gemm::Args& args, const T
     if constexpr (Gemm::kSplitK > 1) reduce_across_cluster<Gemm>(shared, rank, accumulator[0]);
     const int warp_m = first_m + warp % 4 * 16;
     if (biased) named_barrier_sync(kTileBarrier + group, TileBias<Gemm>::kThreads);
-    if constexpr (Gemm::kPair || Gemm::kOuter) {
+    if constexpr (Gemm::kPair) {
+      int expert = 0;
+      if constexpr (Gemm::kOuter) expert = tile.expert;
       store_tile<Gemm, Activation::kLinear>(args, accumulator, shared.bias(group), shared.store(warp), buffer,
-                                            tile.row + warp_m, column);
+                                            tile.row + warp_m, column, expert);
       continue;
     }
     visit_activation(args.epilogue.activation, [&]<Activation A>() {

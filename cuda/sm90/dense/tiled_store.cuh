@@ -82,15 +82,21 @@ __device__ __forceinline__ void write_boxes(const float (&value)[Gemm::kStepN / 
   }
 }
 
-// Sends what the warp wrote to (row, column) of the output.
+// Sends what the warp wrote to (row, column) of the output; an outer product's to those of an expert.
 template <typename Gemm>
-__device__ __forceinline__ void send_boxes(const CUtensorMap& map, uint32_t store, int row, int column) {
+__device__ __forceinline__ void send_boxes(const CUtensorMap& map, uint32_t store, int row, int column,
+                                           int expert = 0) {
   fence_shared_to_async();
   __syncwarp();
   if (threadIdx.x % 32 == 0) {
 #pragma unroll
     for (int box = 0; box < Gemm::kStepN / Gemm::kBoxN; ++box) {
-      tma_store(&map, store + box * Gemm::kBoxBytes, column + box * Gemm::kBoxN, row);
+      const uint32_t from = store + box * Gemm::kBoxBytes;
+      if constexpr (Gemm::kOuter) {
+        tma_store_to(expert, &map, from, column + box * Gemm::kBoxN, row);
+      } else {
+        tma_store(&map, from, column + box * Gemm::kBoxN, row);
+      }
     }
     tma_store_commit();
   }
@@ -110,7 +116,7 @@ __device__ __forceinline__ uint32_t next_buffer(uint32_t stores, int& buffer) {
 template <typename Gemm, Activation A>
 __device__ __forceinline__ void store_tile(const typename Gemm::Args& args, Accumulator<Gemm>& accumulator,
                                            uint32_t tile_bias, uint32_t stores, int& buffer, int first_row,
-                                           int first_column) {
+                                           int first_column, int expert = 0) {
   constexpr int kCount = Gemm::kStepN / 2;  // results of a thread in a step
   constexpr int kShift = Gemm::kAccumulators / Gemm::kChunks;
   constexpr int kLastChunk = Gemm::kMmas * Gemm::kChunks - 1;
@@ -136,7 +142,7 @@ __device__ __forceinline__ void store_tile(const typename Gemm::Args& args, Accu
       };
       GluEpilogue<Gemm::kProduct>::apply(value, FixedActivation<A, typename Gemm::Element>(), sums);
       // The boxes of the last step are sent only now, so that the fence does not have to wait until they are written.
-      if (step > 0) send_boxes<Gemm>(args.out, store, row, column + Gemm::step_column(step - 1));
+      if (step > 0) send_boxes<Gemm>(args.out, store, row, column + Gemm::step_column(step - 1), expert);
       if constexpr (Gemm::kKept) {
         const auto keep = [&](Operand operand, const CUtensorMap& map) {
           float kept[kCount];
@@ -151,7 +157,7 @@ __device__ __forceinline__ void store_tile(const typename Gemm::Args& args, Accu
       store = next_buffer<Gemm>(stores, buffer);
       write_boxes<Gemm>(value, store);
     }
-    send_boxes<Gemm>(args.out, store, row, column + Gemm::step_column(Gemm::kSteps - 1));
+    send_boxes<Gemm>(args.out, store, row, column + Gemm::step_column(Gemm::kSteps - 1), expert);
 #pragma unroll
     for (int i = 0; i < kLastChunk * kShift; ++i) {  // the next chunk's accumulators, where the loop's body wants them
       const int next = i + kShift;

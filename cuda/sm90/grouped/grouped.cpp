@@ -45,6 +45,7 @@ constinit const GroupedKernels kGroupedKernels = {
                      : launch_grouped_training<__nv_bfloat16>(p, plan, gpu.multiprocessors, stream);
         },
     .adds_low_rank = true,
+    .fuses_in_training = true,
 };
 
 }  // namespace fused_mlp::sm90

@@ -19,15 +19,13 @@ int shared_bytes_to_spread(int64_t rows, int ctas, int cluster, int multiprocess
   return std::max(Gemm::kSharedBytes, Gemm::shared_limit(parts));
 }
 
-// Describes to the TMA the weights of a grouped product's low-rank term, in boxes of so many rows.
+// Describes to the TMA the weights [n, k] of a grouped product's low-rank term, in boxes of so many rows.
 inline bool encode_rank_weights(const GroupedProblem& p, int box_rows, CUtensorMap* weight, CUtensorMap* up_weight) {
   const GemmProblem& g = p.gemm;
   const LowRank& term = g.low_rank;
   const int64_t groups = p.low_rank_of_slots ? p.routes.slots() : p.routes.experts;
-  const bool lies = reads_weights_as_they_lie(g.product());
-  const int64_t rows = lies ? groups * p.low_rank_rows : (groups - 1) * p.low_rank_rows + g.n;
   const auto encode = [&](CUtensorMap* map, const Matrix& matrix) {
-    return encode_tensor_map(map, g.dtype, matrix, rows, lies ? g.n : term.k, box_rows, kBlockK);
+    return encode_tensor_map(map, g.dtype, matrix, (groups - 1) * p.low_rank_rows + g.n, term.k, box_rows, kBlockK);
   };
   return encode(weight, term.weight) && (!g.gated() || encode(up_weight, term.up_weight));
 }
@@ -164,12 +162,15 @@ cudaError_t launch_blocks(const GroupedProblem& p, const GroupedPlan& plan, int 
   const GemmProblem& g = p.gemm;
   typename Gemm::Args args{};
   const int64_t rows = plan.sorted_rows;
-  const int64_t rows_of_weights = (p.routes.experts - 1) * p.weight_rows + g.k;
+  const auto map_weights = [&](CUtensorMap* map, const Matrix& weight, int64_t weight_rows, int64_t k) {
+    return encode_tensor_map(map, g.dtype, MatrixStack{weight, p.routes.experts, weight_rows}, k, g.n, Gemm::kBoxRowsB,
+                             64);
+  };
   const auto map_rows = [&](CUtensorMap* map, int box_rows) {
     return encode_tensor_map(map, g.dtype, g.a, rows, g.k, box_rows, Gemm::kBlockK);
   };
   bool mapped = map_rows(&args.a, Gemm::kBoxRowsA) && map_rows(&args.whole_a, Gemm::kBlockM) &&
-                encode_tensor_map(&args.weight, g.dtype, g.weight, rows_of_weights, g.n, Gemm::kBoxRowsB, 64) &&
+                map_weights(&args.weight, g.weight, p.weight_rows, g.k) &&
                 encode_tensor_map(&args.out, g.dtype, g.out, rows, g.n, Gemm::kBoxRows, Gemm::kBoxN);
   if constexpr (Gemm::kGradient) {
     GemmProblem of_rows = g;
@@ -182,7 +183,7 @@ cudaError_t launch_blocks(const GroupedProblem& p, const GroupedPlan& plan, int 
     };
     mapped = mapped && map_rank_rows(&args.low_rank.rows, Gemm::kBoxRowsA) &&
              map_rank_rows(&args.whole_rank_rows, Gemm::kBlockM) &&
-             encode_rank_weights(p, Gemm::kBoxRowsB, &args.low_rank.weight, nullptr);
+             map_weights(&args.low_rank.weight, g.low_rank.weight, p.low_rank_rows, g.low_rank.k);
   }
   if (!mapped) return cudaErrorInvalidValue;
   args.epilogue = g.epilogue;
@@ -194,29 +195,26 @@ cudaError_t launch_blocks(const GroupedProblem& p, const GroupedPlan& plan, int 
   args.tiles_m = ceil_div(rows, Gemm::kBlockM);
   args.tiles_n = ceil_div(g.n, Gemm::kTileN);
   args.blocks = p.blocks;
-  args.weight_rows = static_cast<int>(p.weight_rows);
-  args.rank_weight_rows = static_cast<int>(p.low_rank_rows);
   args.bias_stride = p.bias_stride;
   args.training = p.training;
   return launch_persistent<Gemm>(args, int64_t{args.tiles_m} * args.tiles_n, multiprocessors, stream);
 }
 
-// Every expert's outer product of the rows of a, [rows, m], and of `weight`, [rows, n]: out is [experts * m, n].
+// Every expert's outer product of the rows of a, [rows, m], and of `weight`, [rows, n]: out is [experts, m, n].
 template <typename Gemm>
 cudaError_t launch_outer(const GroupedProblem& p, int64_t rows, int multiprocessors, cudaStream_t stream) {
   const GemmProblem& g = p.gemm;
   typename Gemm::Args args{};
-  const int64_t out_rows = p.training.experts * g.m;
+  const MatrixStack out{g.out, p.training.experts, g.m};
   const bool mapped = encode_tensor_map(&args.a, g.dtype, g.a, rows, g.m, Gemm::kBlockK, 64) &&
                       encode_tensor_map(&args.weight, g.dtype, g.weight, rows, g.n, Gemm::kBoxRowsB, 64) &&
-                      encode_tensor_map(&args.out, g.dtype, g.out, out_rows, g.n, Gemm::kBoxRows, Gemm::kBoxN);
+                      encode_tensor_map(&args.out, g.dtype, out, g.m, g.n, Gemm::kBoxRows, Gemm::kBoxN);
   if (!mapped) return cudaErrorInvalidValue;
   args.n = static_cast<int>(g.n);
   args.last_row = last_tile(g.m, Gemm::kBlockM);
   args.last_column = last_tile(g.n, Gemm::kTileN);
   args.tiles_m = ceil_div(g.m, Gemm::kBlockM);
   args.tiles_n = ceil_div(g.n, Gemm::kTileN);
-  args.weight_rows = static_cast<int>(g.m);
   args.blocks = p.blocks;
   args.training = p.training;
   return launch_persistent<Gemm>(args, int64_t{args.training.experts} * args.tiles_m * args.tiles_n, multiprocessors,

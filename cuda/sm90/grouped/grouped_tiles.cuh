@@ -18,8 +18,6 @@ struct GroupedOperands {
   CUtensorMap whole_a;          // in boxes of a block
   CUtensorMap whole_rank_rows;  // likewise, of the low-rank term
   RowBlocks blocks;
-  int weight_rows;
-  int rank_weight_rows;
   int64_t bias_stride;  // from an expert's first bias to the next one's; its own are adjacent
   GroupedTraining training;
 };
@@ -49,8 +47,7 @@ struct OuterTiles : GroupedTiles<Element, Product::kPair, 192> {
 struct GroupedTile {
   int row;
   int column;
-  int first_weight_row;
-  int first_rank_row;  // of the weights of the low-rank term
+  int expert;
   int filled_rows;
   int64_t first_bias;
 
@@ -69,9 +66,9 @@ struct GroupedTile {
 
 // A tile of the outer product of an expert's rows.
 struct OuterTile {
-  int row;  // row in the output of all experts
-  int a_column;
+  int row;  // in the output of its expert, and column of a
   int column;
+  int expert;
   int first_k;
   int k_blocks;
 
@@ -96,16 +93,12 @@ struct GroupedTileOrder {
     const int2 at = grouped_tile<TileOrder::kGroupM>(index - first / kTiledBlock * tiles_n,
                                                      (count + kTiledBlock - 1) / kTiledBlock, tiles_n);
     const int row = at.x * kTiledBlock;
-    return {first + row,
-            min(at.y * Gemm::kTileN, args.last_column),
-            expert * grouped.weight_rows,
-            expert * grouped.rank_weight_rows,
-            min(count - row, kTiledBlock),
+    return {first + row, min(at.y * Gemm::kTileN, args.last_column), expert, min(count - row, kTiledBlock),
             expert * grouped.bias_stride};
   }
 };
 
-// Expert by expert. A tile that would pass an edge is moved inward: what lies behind it is another expert's.
+// Expert by expert.
 struct OuterTileOrder {
   const TiledGemmArgs& args;
   const GroupedOperands& grouped;
@@ -118,7 +111,7 @@ struct OuterTileOrder {
     const int expert = index / tiles.count();
     const Tile tile = tiles.template tile<Gemm>(index % tiles.count());
     const RowRange* rows = grouped.blocks.rows + expert;
-    return {expert * grouped.weight_rows + tile.row, tile.row, tile.column, __ldg(&rows->first),
+    return {tile.row, tile.column, expert, __ldg(&rows->first),
             (__ldg(&rows->count) + Gemm::kBlockK - 1) / Gemm::kBlockK};
   }
 };
@@ -160,7 +153,7 @@ struct GradientRows<Gemm, true> {
 
   __device__ __forceinline__ void end(int row, int column) {
     static_assert(Gemm::kStepN == kRowSumColumns);
-    const int parts = args.n / kRowSumColumns, part = column / kRowSumColumns;
+    const int parts = (args.n + kRowSumColumns - 1) / kRowSumColumns, part = column / kRowSumColumns;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       sum[i] += __shfl_xor_sync(0xFFFFFFFF, sum[i], 1);

@@ -1,4 +1,4 @@
-"""The experts of a mixture as autograd follows them: one op forward and one backward, by the compiled ops of Hopper.
+"""The experts of a mixture as autograd follows them: one op forward and one backward, by the compiled ops.
 
 What they do not take is composed (``experts``), and so is a gradient that is differentiated in its turn.
 """
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .. import dispatch, experts
-from ..backends import native, reference
-from . import training
+from ..backends import native, plans, reference
+from . import padded_experts, training
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -24,30 +24,25 @@ def refusal(
     x, index, _, gate_up, down, *biases = given
     if adapters != experts.NO_ADAPTERS if _is_compiling() else training.is_transformed() or training.is_followed():
         return "something follows the parts"
-    is_plain = form == experts.Form(form.activation, True, False, False, None, 0.0)
-    is_plain = is_plain and all(bias is None for bias in biases)
-    if native.DEVICE_TYPE != "cuda" or dispatch.select("experts_mlp", x) is not native or not native.is_hopper(x):
+    if native.DEVICE_TYPE != "cuda" or dispatch.select("experts_mlp", x) is not native:
         return "no kernel that trains on this device"
+    if adapters != experts.NO_ADAPTERS and not native.is_hopper(x):
+        return "no kernel that trains adapters on this device"
     others = (tensor.dtype for tensor in (gate_up, down, *biases) if tensor is not None)
     if x.dtype not in (torch.bfloat16, torch.float16) or any(dtype != x.dtype for dtype in others):
         return "operands of other dtypes"
     if x.dim() != 2 or index.dim() != 2 or gate_up.dim() != 3 or down.dim() != 3:
         return "operands of other shapes"
-    if native.experts_refusal(x, index, gate_up, down, False, False) is not None:
-        return "operands that the kernels do not take"
     inner, outer = (1, 2) if form.transposed else (2, 1)
-    features, hidden = gate_up.shape[inner], down.shape[inner]
-    if features % _FEATURES or hidden % _FEATURES or features == _FEATURES or down.shape[outer] != features:
-        return f"features that are no multiples of {_FEATURES}"
-    if hidden < _OUTER_FEATURES and not (is_plain and adapters == experts.NO_ADAPTERS):
-        return f"less than {_OUTER_FEATURES} hidden features, and more than gates and ups side by side"
-    return None
+    if down.shape[outer] != gate_up.shape[inner]:
+        return "experts of other outputs than inputs"
+    refused = native.experts_refusal(x, index, gate_up, down, form.interleaved, form.transposed, trained=True)
+    if refused == "odd_features" and adapters == experts.NO_ADAPTERS and native.is_hopper(x):
+        return None  # run() fills them up
+    return None if refused is None else plans.REFUSALS[refused]
 
 
-# As in cuda/experts/experts_training.cpp: a step of the sums over them.
-_FEATURES = 64
-_OUTER_FEATURES = 128  # rows of a tile of an outer product
-_BLOCK = 128  # sorted rows of one expert
+_BLOCK = 128  # sorted rows of one expert, as in cuda/gemm/grouped.h
 
 
 def keeps_no_more(given: Sequence[Optional[Tensor]], form: experts.Form) -> bool:
@@ -55,6 +50,8 @@ def keeps_no_more(given: Sequence[Optional[Tensor]], form: experts.Form) -> bool
     groups and a gate of torch's: these keep what is before the activation and behind it, and what gradients of weights
     need besides. The backward's peak is higher than theirs from twice as many rows as slots on (measured)."""
     x, index, weights, gate_up, down = given[:5]
+    if padded_experts.is_needed(given, form):
+        return False
     hidden, slots = down.shape[1 if form.transposed else 2], index.numel()
     rows = (slots + min(gate_up.shape[0], slots) * (_BLOCK - 1)) // _BLOCK * _BLOCK
     before = 2 * hidden if form.gated else hidden
@@ -75,6 +72,8 @@ def run(
 ) -> Tensor:
     """The result of a call of which :func:`refusal` says nothing."""
     x, index, *others = given
+    if padded_experts.is_needed(given, form):
+        return run(padded_experts.filled(given, form), form)[:, : x.shape[1]]
     if _is_compiling():
         return _Traced.apply(x, *others, index, form)
     factors, scalings = factors_of(adapters)
@@ -120,7 +119,10 @@ class _Experts(torch.autograd.Function):
 
 
 class _Traced(torch.autograd.Function):
-    """The same for torch.compile, without adapters: what is kept is the graph's, and no gradient is differentiated."""
+    """The same for torch.compile, without adapters: what is kept is the graph's, and no gradient is differentiated.
+
+    The backward is two calls: behind the first the graph frees what was kept of gates and ups.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, *others: Any) -> Tensor:
@@ -134,14 +136,24 @@ class _Traced(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
         *given, index, sorted_x, of_gate_up = ctx.saved_tensors
         needs = ctx.needs_input_grad[:6]
+        others = index, *given, *_NO_FACTORS, None, *ctx.form
         places = (0, 1, 2, 3, _OPERANDS - 2, _OPERANDS - 1)
-        bits = sum(need << place for place, need in zip(places, needs))
-        kept = grad, sorted_x if needs[2] else None, of_gate_up, index, *given, *_NO_FACTORS, None
-        found = iter(native.experts_training_backward(*kept, *ctx.form, bits))
-        return (*[next(found) if need else None for need in needs], None, None)
+        bits = [need << place for place, need in zip(places, needs)]
+        behind, before = sum(bits[i] for i in _BEHIND_SUMS), sum(bits[i] for i in _BEFORE_SUMS)
+        if not behind:
+            found = native.experts_training_backward(grad, None, of_gate_up, *others, before)
+        else:
+            *found, sums = native.experts_training_backward(grad, None, of_gate_up, *others, before | _OF_SUMS)
+            sorted_x = sorted_x if needs[2] else None
+            of_sums = native.experts_training_backward(grad, sorted_x, sums, *others, behind | _BY_SUMS)
+            found = [*found, *of_sums]
+        gradients = dict(zip([i for i in (*_BEFORE_SUMS, *_BEHIND_SUMS) if needs[i]], found))
+        return (*[gradients.get(i) for i in range(6)], None, None)
 
 
 _NO_FACTORS = ((None,) * 4, (1.0, 1.0))
+_BEFORE_SUMS, _BEHIND_SUMS = (1, 3, 5), (0, 2, 4)  # of x, shares, weights and biases: the gradients of each call
+_OF_SUMS, _BY_SUMS = 1 << 10, 1 << 11  # as in cuda/experts/experts_training.cpp
 _OPERANDS = 10  # that may have gradients: x, its shares, two weights, four factors, two biases
 
 

@@ -67,6 +67,7 @@ def _experts_training(
 
 def _experts_gradients(
     grad: Tensor,
+    gate_up: Tensor,
     top_k_weights: Tensor,
     gate_up_weight: Tensor,
     down_weight: Tensor,
@@ -77,7 +78,7 @@ def _experts_gradients(
     needs: int,
 ) -> List[Tensor]:
     x = (grad.shape[0], gate_up_weight.shape[1 if transposed else 2])
-    others = (top_k_weights, gate_up_weight, down_weight, *factors, gate_up_bias, down_bias)
+    others = (top_k_weights, gate_up_weight, down_weight, *factors, gate_up_bias, down_bias, gate_up)
     made = (grad.new_empty(x), *(each if each is None else each.new_empty(each.shape) for each in others))
     return [each for place, each in enumerate(made) if each is not None and needs >> place & 1]
 

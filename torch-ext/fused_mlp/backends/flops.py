@@ -90,7 +90,8 @@ def _of_experts_backward(
     **_: Any,
 ) -> int:
     needs = others[-1]
-    computed = second, first if needs & 1 else None, first if needs & 4 else None, second if needs & 8 else None
+    of_hidden = None if needs >> 11 & 1 else second  # another call has computed it
+    computed = of_hidden, first if needs & 1 else None, first if needs & 4 else None, second if needs & 8 else None
     return _of_layers((*index, 1), *(weight and weight[1:] for weight in computed))
 
 

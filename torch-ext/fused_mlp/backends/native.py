@@ -84,7 +84,7 @@ def reads_codes_on_tiles() -> bool:
 
 
 def is_hopper(x: Tensor) -> bool:
-    """True if ``x`` is on a Hopper GPU, where kernels of experts were measured, and train."""
+    """True if ``x`` is on a Hopper GPU, where kernels of experts were measured, and take adapters."""
     return _capability_of(x) == (9, 0)
 
 
@@ -100,9 +100,16 @@ def _capability_of(x: Tensor) -> Tuple[int, int]:
 
 
 def experts_refusal(
-    x: Tensor, top_k_index: Tensor, gate_up_weight: Tensor, down_weight: Tensor, interleaved: bool, transposed: bool
+    x: Tensor,
+    top_k_index: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    interleaved: bool,
+    transposed: bool,
+    trained: bool = False,
 ) -> Optional[str]:
-    """The code in ``plans.REFUSALS`` of why ``experts_mlp`` refuses operands of which :func:`refusal` says nothing.
+    """The code in ``plans.REFUSALS`` of why ``experts_mlp`` refuses operands of which :func:`refusal` says nothing, or
+    where it is ``trained`` its ops forward and backward.
 
     It would raise an error, as cuda/experts/experts.cpp says and has to be known of the tensors that are traced too, or
     take longer than its parts: for the kernels of the GPU's architecture to decide, but where a call is compiled.
@@ -117,13 +124,13 @@ def experts_refusal(
         return "empty"
     if gate_up_weight.shape[0] > _MOST_EXPERTS or top_k_index.numel() >= _MOST_SLOTS:
         return "many_experts"
-    for weight, step in ((gate_up_weight, 2 if interleaved else 1), (down_weight, 1)):
+    for weight, step in ((gate_up_weight, 2 if interleaved and not trained else 1), (down_weight, 1)):
         experts, features, width = weight.shape
         if features * width == 0:
             return "empty"
         if features % 8 or width % 8:
             return "odd_features"
-        if transposed and features % 64:
+        if transposed and not trained and features % 64:
             return "odd_inputs"
         of_expert, of_row, of_column = weight.stride()
         if of_column != 1:
@@ -134,11 +141,13 @@ def experts_refusal(
             return "unaligned_rows"
         if experts * rows >= _MOST_ROWS:
             return "too_large"
+    transposed_alone = transposed and not trained
     if torch.compiler.is_compiling():  # a graph runs no Python, and is for any number of rows
-        return "many_rows" if transposed and is_hopper(x) and has_many_rows(top_k_index, gate_up_weight) else None
-    if is_hopper(x) and not transposed:  # whose kernels are faster for any number of rows
+        is_left = transposed_alone and is_hopper(x) and has_many_rows(top_k_index, gate_up_weight)
+        return "many_rows" if is_left else None
+    if is_hopper(x) and not transposed_alone:  # whose kernels are faster for any number of rows
         return None
-    record = ops.plan_experts.default(x, gate_up_weight, down_weight, top_k_index.shape[-1], transposed)
+    record = ops.plan_experts.default(x, gate_up_weight, down_weight, top_k_index.shape[-1], transposed, trained)
     return json.loads(record)[0].get("refusal")
 
 
@@ -213,14 +222,20 @@ def plan_training(given: Sequence[Optional[Tensor]], activation: int, keep: bool
 
 
 def plan_experts(
-    x: Tensor, top_k_index: Tensor, gate_up_weight: Tensor, down_weight: Tensor, interleaved: bool, transposed: bool
+    x: Tensor,
+    top_k_index: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    interleaved: bool,
+    transposed: bool,
+    trained: bool = False,
 ) -> Tuple[plans.Part, ...]:
-    """The same for ``experts_mlp``."""
+    """The same for ``experts_mlp``, and for the ops that it is where it is ``trained``."""
     layers = ("gate and up", "down")
-    refused = experts_refusal(x, top_k_index, gate_up_weight, down_weight, interleaved, transposed)
+    refused = experts_refusal(x, top_k_index, gate_up_weight, down_weight, interleaved, transposed, trained)
     if refused is not None:
         return tuple(plans.Part(layer, "torch", refused) for layer in layers)
-    record = ops.plan_experts.default(x, gate_up_weight, down_weight, top_k_index.shape[-1], transposed)
+    record = ops.plan_experts.default(x, gate_up_weight, down_weight, top_k_index.shape[-1], transposed, trained)
     return plans.parsed(record, layers)
 
 

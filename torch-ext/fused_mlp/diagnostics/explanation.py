@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .. import adapters, calls, dispatch, experts, functional, layers, operands
 from ..activations import get_activation
 from ..adapters import Adapter, Layer, Layers
-from ..autograd import training
+from ..autograd import padded_experts, training
 from ..backends import native, plans
 from ..models import fuse, outcome, report
 from ..models.experts.interface import NAME
@@ -173,17 +173,23 @@ def _explain_experts(
         reason = calls.adapted_reason((*flat, *list(given.values())[3:7]), form, found)
         name = native.DEVICE_TYPE if reason is None else "torch"
         return Explanation("experts_mlp", name, reason or "adapters are terms of its products")
-    if calls.are_trained([*flat, *list(given.values())[3:7]], form):
-        reason = dispatch.reasoned("experts_mlp", x)[1]
-        return Explanation("experts_mlp", native.DEVICE_TYPE, f"{reason}; one op forward, and one backward")
+    followed = [*flat, *list(given.values())[3:7]]
+    of_weights = gate_up_weight, down_weight, form.interleaved, form.transposed
+    if calls.are_trained(followed, form):
+        reason = f"{dispatch.reasoned('experts_mlp', x)[1]}; one op forward, and one backward"
+        if padded_experts.is_needed(followed, form):
+            return Explanation("experts_mlp", native.DEVICE_TYPE, f"{reason}, of copies that zeros fill up")
+        parts = native.plan_experts(*flat[:2], *of_weights, trained=True)
+        return Explanation("experts_mlp", native.DEVICE_TYPE, f"{reason}; {plans.in_words(parts)}", parts)
     composed = calls.experts_reason(*list(given.values())[:7])
     if composed is not None:
-        return Explanation("experts_mlp", "torch", composed)
+        untrained = calls.untrained_reason(followed, form)
+        return Explanation("experts_mlp", "torch", composed if untrained is None else f"{composed}: {untrained}")
     name, reason = dispatch.reasoned("experts_mlp", x)
     if name != native.DEVICE_TYPE:
         return Explanation("experts_mlp", name, reason)
     top_k_index = given["top_k_index"]
-    parts = native.plan_experts(*flat[:2], gate_up_weight, down_weight, given["interleaved"], given["transposed"])
+    parts = native.plan_experts(*flat[:2], *of_weights)
     if x.is_cuda and not any(part.fused for part in parts):
         rows = top_k_index.numel() / gate_up_weight.shape[0]
         if dispatch.instead_of_native("experts_mlp", x, rows) is not None:
