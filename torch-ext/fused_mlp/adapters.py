@@ -42,12 +42,15 @@ class Layer(NamedTuple):
     """``x weight^T + bias``, and its adapter, if any: ``weight`` is ``[out, in]``, ``bias`` ``[out]`` or None.
 
     ``dtype``: that of the product, where x and the result may have another one; None where they have not.
+    ``may_train``: False for a quantised layer of a model which is left to itself where autograd follows, or with an
+    adapter.
     """
 
     weight: AnyWeight
     bias: Optional[Tensor] = None
     adapter: Optional[Adapter] = None
     dtype: Optional[torch.dtype] = None
+    may_train: bool = True
 
     def __call__(self, x: Tensor, mask: Optional[Tensor] = None) -> Tensor:
         """The result by PyTorch's operations, ``[..., out]``, in the dtype of the layer's own product.
@@ -90,7 +93,7 @@ class Layers(NamedTuple):
         weights, biases, a, b = [None] * 3, [None] * 3, [None] * 3, [None] * 3
         for place, layer in enumerate(self):
             if layer is not None:
-                weight, biases[place], adapter, _ = layer
+                weight, biases[place], adapter, *_ = layer
                 weights[place] = None if type(weight) is QuantizedWeight else weight
                 if adapter is not None:
                     a[place], b[place], _, bias, _ = adapter

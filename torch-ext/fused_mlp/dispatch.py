@@ -158,6 +158,11 @@ def may_train_quantized() -> bool:
     return native.DEVICE_TYPE in QUANTIZED_DEVICES or is_forced()
 
 
+def may_train_rounded(x: Tensor) -> bool:
+    """True if such layers whose own products round x to int8 are not left to these: where that was measured to pay."""
+    return is_forced() or (x.is_cuda and native.is_hopper(x))
+
+
 def quantized_refusal(device: torch.device, dtype: torch.dtype, format: str) -> Optional[str]:
     """The reason, behind a noun, why a layer with a quantised weight is left to its own product.
 

@@ -176,10 +176,17 @@ def is_plainly_left(part: nn.Module, x: Any) -> bool:
     format = _TENSORS[_name(kind)] if of_tensor else CLASSES[_name(kind)].format
     if not isinstance(x, Tensor):
         return False
-    is_recorded = x.requires_grad and torch.is_grad_enabled()
-    if format is None:
-        return is_recorded and not dispatch.may_train_quantized()
-    return is_recorded or x.shape[:-1].numel() > dispatch.most_rows_of(format, x)
+    if x.requires_grad and torch.is_grad_enabled():
+        return not dispatch.may_train_quantized() or not (format is None or _may_train(part, x))
+    return format is not None and x.shape[:-1].numel() > dispatch.most_rows_of(format, x)
+
+
+def _may_train(part: nn.Module, like: Tensor) -> bool:
+    """True if a layer with a weight in blocks is taken where autograd follows: its own product has a gradient that goes
+    by the decoded weight, and takes no less time."""
+    if type(part) is nn.Linear:
+        return vars(part.__dict__["_parameters"]["weight"]).get("act_quant_kwargs") is None
+    return _name(type(part)) == _INT8 and dispatch.may_train_rounded(like)
 
 
 def layer_of(part: nn.Module) -> Union[str, Layer]:
@@ -259,7 +266,8 @@ def _read_fp8(part: nn.Module) -> Union[str, Layer]:
     if refusal is not None:
         return refusal
     floats = scales.detach().float()  # those of e8m0 anew at each call: not every write to a tensor is seen
-    return Layer(quantized.QuantizedWeight(weight.detach(), floats, (out, width), "fp8", block), bias)
+    found = quantized.QuantizedWeight(weight.detach(), floats, (out, width), "fp8", block)
+    return Layer(found, bias, may_train=False)
 
 
 def _read_int8(part: nn.Module) -> Union[str, Layer]:
@@ -275,7 +283,7 @@ def _read_int8(part: nn.Module) -> Union[str, Layer]:
     data, scales = kept.get("CB"), kept.get("SCB")
     if type(data) is not Tensor or type(scales) is not Tensor or data.dtype is not torch.int8:
         return "whose weight is not quantised yet"
-    return _in_rows(data, scales, bias, divisor=127)
+    return _in_rows(data, scales, bias, _may_train(part, data), divisor=127)
 
 
 def _read_tensor(part: nn.Module) -> Union[str, Layer]:
@@ -293,7 +301,7 @@ def _read_tensor(part: nn.Module) -> Union[str, Layer]:
         return f"in blocks of {state.get('block_size')}"
     if data.dtype not in (torch.int8, torch.float8_e4m3fn):
         return f"of {data.dtype}"
-    return _in_rows(data, scales, bias)
+    return _in_rows(data, scales, bias, _may_train(part, data))
 
 
 def _read_fp8_rows(part: nn.Module) -> Union[str, Layer]:
@@ -307,10 +315,12 @@ def _read_fp8_rows(part: nn.Module) -> Union[str, Layer]:
         return "in a form that is not known"
     if weight.dtype is not torch.float8_e4m3fn or weight.dim() != 2:
         return f"with a weight of {weight.dtype}"
-    return _in_rows(weight, scales, bias)
+    return _in_rows(weight, scales, bias, may_train=False)
 
 
-def _in_rows(data: Tensor, scales: Tensor, bias: Optional[Tensor], **options: int) -> Union[str, Layer]:
+def _in_rows(
+    data: Tensor, scales: Tensor, bias: Optional[Tensor], may_train: bool, **options: int
+) -> Union[str, Layer]:
     """The operands of a layer whose weight has a scale for each row, or one for all."""
     out, width = data.shape
     if scales.dtype is not torch.float32 or not scales.is_contiguous() or scales.numel() not in (1, out):
@@ -325,7 +335,7 @@ def _in_rows(data: Tensor, scales: Tensor, bias: Optional[Tensor], **options: in
     if refusal is not None:
         return refusal
     of = quantized.QuantizedWeight.from_int8 if format == "int8" else quantized.QuantizedWeight.from_fp8
-    return Layer(of(data, scales.view(-1), **options), bias)
+    return Layer(of(data, scales.view(-1), **options), bias, may_train=may_train)
 
 
 _READERS = {_INT8: _read_int8, _FP8: _read_fp8, _FP8_ROWS: _read_fp8_rows}

@@ -114,17 +114,28 @@ def _by_codes(pattern: Pattern, x: Tensor, layers: Sequence[Layer], activation: 
 
 
 def _takes_blocked(x: Tensor, layers: Sequence[Layer]) -> bool:
-    """True if layers are not left to their own products, as they are where autograd or autocast follows.
+    """True if layers, some of them with weights in blocks, are not left to their own products, which round x too."""
+    if (x.is_cuda and x.dtype is torch.float32) or any(_of_another_dtype(layer, x) for layer in layers):
+        return False
+    blocked = [layer.weight for layer in layers if quantized.are_blocked(layer.weight)]
+    is_recorded = calls.autograd_follows(x, *Layers(*layers).tensors)
+    is_bare = not is_recorded and all(layer.adapter is None for layer in layers)
+    if is_bare and (autocasts(x) or len(blocked) < len(layers)):
+        return False
+    if not is_bare and not all(_is_decoded(layer, x) for layer in layers):
+        return False
+    return is_recorded or x.shape[:-1].numel() <= dispatch.most_blocked_rows(x, blocked)
 
-    These round x too, to FP8 or int8.
-    """
-    if any(layer.adapter is not None or not quantized.are_blocked(layer.weight) for layer in layers):
+
+def _is_decoded(layer: Layer, x: Tensor) -> bool:
+    """True if a layer is taken where autograd follows, or beside adapters, by its decoded weight."""
+    if autocasts(x) and torch.get_autocast_dtype(x.device.type) is not x.dtype:
         return False
-    if (x.is_cuda and x.dtype is torch.float32) or autocasts(x) or any(_of_another_dtype(layer, x) for layer in layers):
+    if quantized.are_blocked(layer.weight) and not layer.may_train:
         return False
-    if calls.autograd_follows(x, *(layer.bias for layer in layers)):
+    if layer.bias is not None and layer.bias.requires_grad:
         return False
-    return x.shape[:-1].numel() <= dispatch.most_blocked_rows(x, [layer.weight for layer in layers])
+    return layer.adapter is None or layer.adapter.a.dtype in (x.dtype, torch.float32)
 
 
 def _of_another_dtype(layer: Layer, x: Tensor) -> bool:
@@ -166,7 +177,7 @@ def _in_one_op(pattern: Pattern, x: Tensor, layers: Sequence[Layer], activation:
 
 def _halved(both: Layer, up_first: bool) -> Tuple[Layer, Optional[Layer]]:
     """Gate and up of a layer that holds both, with its adapter; the layer and None where it has no halves."""
-    adapter, dtype = both.adapter, both.dtype
+    adapter, dtype, may_train = both.adapter, both.dtype, both.may_train
     is_quantized = type(both.weight) is QuantizedWeight
     if both.weight.shape[0] % 2 != 0:
         return both, None
@@ -177,7 +188,7 @@ def _halved(both: Layer, up_first: bool) -> Tuple[Layer, Optional[Layer]]:
     if adapter is not None:
         parts = zip(halves(adapter.b, up_first), halves(adapter.bias, up_first))
         adapters = [adapter._replace(b=b, bias=bias) for b, bias in parts]
-    gate, up = (Layer(*each, dtype) for each in zip(weights, biases, adapters))
+    gate, up = (Layer(*each, dtype, may_train) for each in zip(weights, biases, adapters))
     return gate, up
 
 
