@@ -13,13 +13,21 @@ import sys
 import peft
 import pytest
 import torch
-import transformers
 from torch import nn
 
-import machine
 from safety import alike, assert_close
 from safety import run_with_gradients as run
-from test_quantized_int8 import KINDS, MLPS, MODELS, ON_CPU, WIDE, build, of_rows, of_torchao, quantized_parts, tolerance
+from test_quantized_int8 import (
+    KINDS,
+    MLPS,
+    MODELS,
+    ON_CPU,
+    build,
+    of_rows,
+    of_torchao,
+    quantized_parts,
+    tolerance,
+)
 
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes does not load on this machine", exc_type=ImportError)
 for name in ("bnb", "torchao"):  # which PEFT imports when it first meets such a layer
@@ -98,7 +106,7 @@ def pair(fused_mlp, *rest, **options):
 @pytest.mark.parametrize("name", MODELS)
 @kinds
 def test_frozen(fused_mlp, device, ops, kind, name):
-    """A gradient goes through the weights to what comes before them: as near that of the decoded ones as the layers'."""
+    """A gradient goes through the weights to what comes before them, as it goes through decoded ones."""
     model, fused, report, inputs = pair(fused_mlp, device, kind, name)
     assert not report.left
     exact = plain(model)
@@ -133,7 +141,7 @@ def test_adapters_of_another_dtype_are_left(fused_mlp, device, ops, kind):
             if "lora_" in name and "layers.0.mlp.gate_proj" in name:
                 parameter.data = parameter.data.half()
     assert_close(run(fused, inputs), run(model, inputs), max(tolerance(kind), 6e-2))
-    assert ops == BOTH_WAYS[:: MLPS]
+    assert ops == BOTH_WAYS[::MLPS]
 
 
 @kinds
@@ -144,7 +152,7 @@ def test_a_trained_bias_is_left(fused_mlp, device, ops, kind):
         return
     alike(lambda each: each.model.layers[0].mlp.gate_proj.bias.requires_grad_(True), model, fused)
     assert_close(run(fused, inputs), run(model, inputs), tolerance(kind))
-    assert ops == BOTH_WAYS[:: MLPS]
+    assert ops == BOTH_WAYS[::MLPS]
 
 
 def test_layers_that_round_x_are_left(fused_mlp, device, ops):

@@ -213,12 +213,14 @@ def most_blocked_rows(x: Tensor, weights: Iterable[Any]) -> int:
     """
     weights = list(weights)
     is_rounded = all(map(_may_round_rows, weights))
-    return min(min(most_rows_of(weight.format, x, is_rounded), _most_rows_by_size(weight)) for weight in weights)
+    return min(most_rows_of_size(x, weight.format == "int8", is_rounded, weight.numel()) for weight in weights)
 
 
-def _most_rows_by_size(weight: Any) -> int:
-    """The same by a weight's size: large ones of int8 are decoded in more time than bitsandbytes' products take."""
-    return _MOST_ROWS_OF_LARGE if weight.format == "int8" and weight.numel() >= _LARGE else ANY_ROWS
+def most_rows_of_size(x: Tensor, is_int8: bool, is_rounded: bool, elements: int) -> int:
+    """The same of int8 or FP8, by a weight's size: large ones of int8 are decoded in more time than bitsandbytes'
+    products take. Compiled code asks it too."""
+    by_size = _MOST_ROWS_OF_LARGE if is_int8 and elements >= _LARGE else ANY_ROWS
+    return min(most_rows_of("int8" if is_int8 else "fp8", x, is_rounded), by_size)
 
 
 def most_rows_of(format: str, x: Tensor, is_rounded: bool = True) -> int:

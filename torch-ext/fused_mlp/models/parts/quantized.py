@@ -99,18 +99,19 @@ def known(kind: type) -> Optional[Guarded]:
         return None
     methods = ("__call__", *CLASSES[_name(kind)].methods)
     unchanged = (*((kind, name, getattr(kind, name)) for name in methods), *_called(kind))
-    if native.DEVICE_TYPE in dispatch.QUANTIZED_DEVICES and CLASSES[_name(kind)] in _COMPILED:
-        form = _COMPILED.index(CLASSES[_name(kind)])
-        COMPILED[kind] = unchanged, form, nn.Parameter if form else sys.modules[kind.__module__].Params4bit
+    if native.DEVICE_TYPE in dispatch.QUANTIZED_DEVICES:
+        form, home = _FORMS.index(CLASSES[_name(kind)]), sys.modules[kind.__module__]
+        COMPILED[kind] = unchanged, form, getattr(home, _OWN_PARAMETERS.get(form, ""), nn.Parameter)
     return unchanged
 
 
-# By class of layers that compiled code reads too: the attributes that the reading rests on, the form that the code is
-# for, and the class of weights; by format of four bits and index of a device, the values of its codes
-# (torch-ext/calls/quantized/packed_layer.cpp).
+# By class of layers, or of torchao's weights, that compiled code reads too: the attributes that the reading rests on,
+# the form that the code is for, and the class of weights; by format of four bits and index of a device, the values of
+# its codes (torch-ext/calls/quantized/packed_layer.cpp).
 COMPILED: Dict[type, Tuple[Guarded, int, type]] = {}
 CODES: Dict[str, Dict[int, Tensor]] = {}
-_COMPILED = (_OF_4BIT, CLASSES[_FP8])
+_FORMS = (_OF_4BIT, CLASSES[_FP8], CLASSES[_INT8], CLASSES[_FP8_ROWS])
+_OWN_PARAMETERS = {0: "Params4bit", 2: "Int8Params"}  # by form
 
 
 @functools.lru_cache(maxsize=64)
@@ -152,7 +153,10 @@ def known_tensor(kind: type) -> Optional[Guarded]:
     if _name(kind) not in _TENSORS or digest_of_tensor(kind) not in TENSOR_DIGESTS:
         return None
     products = kind._TORCH_FN_TABLE[kind]
-    return ((products, F.linear, products[F.linear]),)
+    unchanged = ((products, F.linear, products[F.linear]),)
+    if native.DEVICE_TYPE in dispatch.QUANTIZED_DEVICES:
+        COMPILED[kind] = unchanged, len(_FORMS), kind
+    return unchanged
 
 
 def digest_of_tensor(kind: type) -> Optional[str]:
