@@ -189,3 +189,11 @@ def test_autocast(fused_mlp, device, ops, kind):
         found = run(fused, inputs, autocast=torch.bfloat16)
         assert ops == BOTH_WAYS
         assert_close(found, run(model, inputs, autocast=torch.bfloat16), tolerance(kind))
+
+
+def test_the_installed_version_is_known(fused_mlp):
+    number = lambda version: tuple(map(int, version.split(".")[:2]))  # noqa: E731
+    parts = importlib.import_module(f"{fused_mlp.__name__}.models.parts.adapters")
+    for kind in (peft.tuners.lora.bnb.Linear8bitLt, peft.tuners.lora.torchao.TorchaoLoraLinear):
+        found = parts._DIGESTS[f"{kind.__module__}.{kind.__qualname__}"][parts.digest(kind)]
+        assert number(found) <= number(peft.__version__)
