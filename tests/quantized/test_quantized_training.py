@@ -65,6 +65,11 @@ def ops(fused_mlp, monkeypatch):
     return called
 
 
+def nearness(kind):
+    """The tolerance of gradients of adapters, which both round to 16 bit on a GPU, in other places."""
+    return tolerance(kind) if ON_CPU else 2 * tolerance(kind)
+
+
 def plain(model):
     """The model with plain layers of the decoded weights."""
     model = copy.deepcopy(model)
@@ -126,7 +131,7 @@ def test_adapters(fused_mlp, device, ops, kind, name):
     found = run(fused, inputs)
     assert ops == BOTH_WAYS
     assert any("lora_A" in name for name in found[1])
-    assert_close(found, run(model, inputs), tolerance(kind))
+    assert_close(found, run(model, inputs), nearness(kind))
     alike(lambda each: each.eval(), model, fused)
     ops.clear()
     with torch.no_grad():
@@ -140,16 +145,24 @@ def test_adapters_of_another_dtype_are_left(fused_mlp, device, ops, kind):
         for name, parameter in each.named_parameters():
             if "lora_" in name and "layers.0.mlp.gate_proj" in name:
                 parameter.data = parameter.data.half()
-    assert_close(run(fused, inputs), run(model, inputs), max(tolerance(kind), 6e-2))
+    assert_close(run(fused, inputs), run(model, inputs), max(nearness(kind), 6e-2))
     assert ops == BOTH_WAYS[::MLPS]
 
 
-@kinds
+@pytest.mark.skipif(ON_CPU, reason="where the ops are forced, any number of rows is taken")
+def test_few_rows_are_left(fused_mlp, device, ops):
+    """torchao's product of int8 keeps the decoded weight for the backward: of few rows it takes less time."""
+    model, fused, report, _ = pair(fused_mlp, device, "torchao int8")
+    assert "trained from 16 rows on" in str(report)
+    for rows in (7, 8):
+        inputs = {"input_ids": torch.randint(3, 64, (2, rows), device=device)}
+        assert_close(run(fused, inputs), run(model, inputs), tolerance("torchao int8"))
+    assert ops == BOTH_WAYS
+
+
+@pytest.mark.parametrize("kind", TRAINED[1:])  # that of bitsandbytes fails by itself
 def test_a_trained_bias_is_left(fused_mlp, device, ops, kind):
     model, fused, _, inputs = pair(fused_mlp, device, kind)
-    inputs = {"input_ids": inputs["input_ids"]}
-    if kind == "bitsandbytes":  # whose gradient of a bias fails by itself
-        return
     alike(lambda each: each.model.layers[0].mlp.gate_proj.bias.requires_grad_(True), model, fused)
     assert_close(run(fused, inputs), run(model, inputs), tolerance(kind))
     assert ops == BOTH_WAYS[::MLPS]
@@ -164,7 +177,7 @@ def test_layers_that_round_x_are_left(fused_mlp, device, ops):
     x = torch.randn(3, 64, device=device, dtype=model.dtype, requires_grad=True)
     for made, takes in ((of_torchao("Float8WeightOnlyConfig")(layer), True), (of_rows(layer), False)):
         found = parts.layer_of(made.requires_grad_(False))
-        assert found.may_train is takes
+        assert (found.least_trained is not None) is takes
         assert forwards._takes_blocked(x, [found]) is takes
         assert parts.is_plainly_left(made, x) is not takes
 
@@ -182,13 +195,14 @@ def test_left_on_a_cpu(fused_mlp, device, ops, kind):
 def test_autocast(fused_mlp, device, ops, kind):
     """To the dtype of x nothing is cast; to another one layers and adapters are called."""
     model, fused, _, inputs = pair(fused_mlp, device, kind, adapted=True)
-    other = torch.bfloat16 if ON_CPU else torch.float16
-    assert_close(run(fused, inputs, autocast=other), run(model, inputs, autocast=other), max(tolerance(kind), 6e-2))
-    assert ops == []
     if not ON_CPU:
         found = run(fused, inputs, autocast=torch.bfloat16)
         assert ops == BOTH_WAYS
-        assert_close(found, run(model, inputs, autocast=torch.bfloat16), tolerance(kind))
+        assert_close(found, run(model, inputs, autocast=torch.bfloat16), nearness(kind))
+    ops.clear()
+    other = torch.bfloat16 if ON_CPU else torch.float16
+    assert_close(run(fused, inputs, autocast=other), run(model, inputs, autocast=other), max(nearness(kind), 6e-2))
+    assert ops == []
 
 
 def test_the_installed_version_is_known(fused_mlp):

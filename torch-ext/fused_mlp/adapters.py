@@ -42,15 +42,15 @@ class Layer(NamedTuple):
     """``x weight^T + bias``, and its adapter, if any: ``weight`` is ``[out, in]``, ``bias`` ``[out]`` or None.
 
     ``dtype``: that of the product, where x and the result may have another one; None where they have not.
-    ``may_train``: False for a quantised layer of a model which is left to itself where autograd follows, or with an
-    adapter.
+    ``least_trained``: the number of rows from which on a quantised layer of a model is taken where autograd follows,
+    without an adapter; None for one that is left to itself there, and with an adapter.
     """
 
     weight: AnyWeight
     bias: Optional[Tensor] = None
     adapter: Optional[Adapter] = None
     dtype: Optional[torch.dtype] = None
-    may_train: bool = True
+    least_trained: Optional[int] = 0
 
     def __call__(self, x: Tensor, mask: Optional[Tensor] = None) -> Tensor:
         """The result by PyTorch's operations, ``[..., out]``, in the dtype of the layer's own product.

@@ -163,6 +163,12 @@ def may_train_rounded(x: Tensor) -> bool:
     return is_forced() or (x.is_cuda and native.is_hopper(x))
 
 
+def least_decoded_rows(shape: Sequence[int]) -> int:
+    """The number of rows from which on the product with a frozen weight of int8, decoded each way, takes less time than
+    torchao's, which keeps the decoded weight for the backward: what is saved grows with the rows."""
+    return 0 if is_forced() else min(shape) // 4
+
+
 def quantized_refusal(device: torch.device, dtype: torch.dtype, format: str) -> Optional[str]:
     """The reason, behind a noun, why a layer with a quantised weight is left to its own product.
 

@@ -376,6 +376,8 @@ def _notes(module: nn.Module, mlps: Iterable[FoundMLP], methods: Iterable[Functi
         for mlp, pattern, weight in found
         if weight is not None and weight.requires_grad
     ]
+    frozen = [adapters.layer_of(part) for mlp, *_ in found for part in mlp.projections.values()]
+    least += [each.least_trained or 0 for each in frozen if isinstance(each, Layer) and each.adapter is None]
     return (Reason(FEW_ROWS, "", f"{max(least):,}"),) if least and max(least) > 1 else ()
 
 

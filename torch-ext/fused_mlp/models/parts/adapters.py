@@ -153,7 +153,7 @@ def _read(part: nn.Module) -> Union[str, Layer]:
     if state["merged_adapters"]:
         return base
     is_quantized = type(base.weight) is QuantizedWeight
-    if not base.may_train:
+    if base.least_trained is None:
         return f"a {kind} around a weight of {base.weight.format}"
     name, held = state["_active_adapter"], modules["lora_A"].__dict__["_modules"]
     if type(name) is not str:

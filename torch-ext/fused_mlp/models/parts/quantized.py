@@ -181,16 +181,20 @@ def is_plainly_left(part: nn.Module, x: Any) -> bool:
     if not isinstance(x, Tensor):
         return False
     if x.requires_grad and torch.is_grad_enabled():
-        return not dispatch.may_train_quantized() or not (format is None or _may_train(part, x))
+        least = 0 if format is None else _least_trained(part, x)
+        return not dispatch.may_train_quantized() or least is None or x.shape[:-1].numel() < least
     return format is not None and x.shape[:-1].numel() > dispatch.most_rows_of(format, x)
 
 
-def _may_train(part: nn.Module, like: Tensor) -> bool:
-    """True if a layer with a weight in blocks is taken where autograd follows: its own product has a gradient that goes
-    by the decoded weight, and takes no less time."""
-    if type(part) is nn.Linear:
-        return vars(part.__dict__["_parameters"]["weight"]).get("act_quant_kwargs") is None
-    return _name(type(part)) == _INT8 and dispatch.may_train_rounded(like)
+def _least_trained(part: nn.Module, like: Tensor) -> Optional[int]:
+    """The number of rows from which on a layer with a weight in blocks is taken where autograd follows: those whose own
+    product has a gradient that goes by the decoded weight, and takes no less time. None for others."""
+    if type(part) is not nn.Linear:
+        return 0 if _name(type(part)) == _INT8 and dispatch.may_train_rounded(like) else None
+    weight = part.__dict__["_parameters"]["weight"]
+    if vars(weight).get("act_quant_kwargs") is not None:
+        return None
+    return dispatch.least_decoded_rows(weight.shape) if _TENSORS[_name(type(weight))] == "int8" else 0
 
 
 def layer_of(part: nn.Module) -> Union[str, Layer]:
@@ -271,7 +275,7 @@ def _read_fp8(part: nn.Module) -> Union[str, Layer]:
         return refusal
     floats = scales.detach().float()  # those of e8m0 anew at each call: not every write to a tensor is seen
     found = quantized.QuantizedWeight(weight.detach(), floats, (out, width), "fp8", block)
-    return Layer(found, bias, may_train=False)
+    return Layer(found, bias, least_trained=None)
 
 
 def _read_int8(part: nn.Module) -> Union[str, Layer]:
@@ -287,7 +291,7 @@ def _read_int8(part: nn.Module) -> Union[str, Layer]:
     data, scales = kept.get("CB"), kept.get("SCB")
     if type(data) is not Tensor or type(scales) is not Tensor or data.dtype is not torch.int8:
         return "whose weight is not quantised yet"
-    return _in_rows(data, scales, bias, _may_train(part, data), divisor=127)
+    return _in_rows(data, scales, bias, _least_trained(part, data), divisor=127)
 
 
 def _read_tensor(part: nn.Module) -> Union[str, Layer]:
@@ -305,7 +309,7 @@ def _read_tensor(part: nn.Module) -> Union[str, Layer]:
         return f"in blocks of {state.get('block_size')}"
     if data.dtype not in (torch.int8, torch.float8_e4m3fn):
         return f"of {data.dtype}"
-    return _in_rows(data, scales, bias, _may_train(part, data))
+    return _in_rows(data, scales, bias, _least_trained(part, data))
 
 
 def _read_fp8_rows(part: nn.Module) -> Union[str, Layer]:
@@ -319,11 +323,11 @@ def _read_fp8_rows(part: nn.Module) -> Union[str, Layer]:
         return "in a form that is not known"
     if weight.dtype is not torch.float8_e4m3fn or weight.dim() != 2:
         return f"with a weight of {weight.dtype}"
-    return _in_rows(weight, scales, bias, may_train=False)
+    return _in_rows(weight, scales, bias, least_trained=None)
 
 
 def _in_rows(
-    data: Tensor, scales: Tensor, bias: Optional[Tensor], may_train: bool, **options: int
+    data: Tensor, scales: Tensor, bias: Optional[Tensor], least_trained: Optional[int], **options: int
 ) -> Union[str, Layer]:
     """The operands of a layer whose weight has a scale for each row, or one for all."""
     out, width = data.shape
@@ -339,7 +343,7 @@ def _in_rows(
     if refusal is not None:
         return refusal
     of = quantized.QuantizedWeight.from_int8 if format == "int8" else quantized.QuantizedWeight.from_fp8
-    return Layer(of(data, scales.view(-1), **options), bias, may_train=may_train)
+    return Layer(of(data, scales.view(-1), **options), bias, least_trained=least_trained)
 
 
 _READERS = {_INT8: _read_int8, _FP8: _read_fp8, _FP8_ROWS: _read_fp8_rows}

@@ -131,11 +131,11 @@ def _is_decoded(layer: Layer, x: Tensor) -> bool:
     """True if a layer is taken where autograd follows, or beside adapters, by its decoded weight."""
     if autocasts(x) and torch.get_autocast_dtype(x.device.type) is not x.dtype:
         return False
-    if quantized.are_blocked(layer.weight) and not layer.may_train:
+    if layer.least_trained is None or (layer.bias is not None and layer.bias.requires_grad):
         return False
-    if layer.bias is not None and layer.bias.requires_grad:
-        return False
-    return layer.adapter is None or layer.adapter.a.dtype in (x.dtype, torch.float32)
+    if layer.adapter is None:
+        return x.shape[:-1].numel() >= layer.least_trained
+    return layer.adapter.a.dtype in (x.dtype, torch.float32)
 
 
 def _of_another_dtype(layer: Layer, x: Tensor) -> bool:
@@ -177,7 +177,7 @@ def _in_one_op(pattern: Pattern, x: Tensor, layers: Sequence[Layer], activation:
 
 def _halved(both: Layer, up_first: bool) -> Tuple[Layer, Optional[Layer]]:
     """Gate and up of a layer that holds both, with its adapter; the layer and None where it has no halves."""
-    adapter, dtype, may_train = both.adapter, both.dtype, both.may_train
+    adapter, dtype = both.adapter, both.dtype
     is_quantized = type(both.weight) is QuantizedWeight
     if both.weight.shape[0] % 2 != 0:
         return both, None
@@ -188,7 +188,7 @@ def _halved(both: Layer, up_first: bool) -> Tuple[Layer, Optional[Layer]]:
     if adapter is not None:
         parts = zip(halves(adapter.b, up_first), halves(adapter.bias, up_first))
         adapters = [adapter._replace(b=b, bias=bias) for b, bias in parts]
-    gate, up = (Layer(*each, dtype, may_train) for each in zip(weights, biases, adapters))
+    gate, up = (Layer(*each, dtype) for each in zip(weights, biases, adapters))
     return gate, up
 
 
