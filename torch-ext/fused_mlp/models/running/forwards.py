@@ -124,6 +124,8 @@ def _takes_blocked(x: Tensor, layers: Sequence[Layer]) -> bool:
         return False
     if not is_bare and not all(_is_decoded(layer, x) for layer in layers):
         return False
+    if not (is_bare or is_recorded or dispatch.has_few_rows(x)):  # adapters of more rows in inference: not measured
+        return False
     return is_recorded or x.shape[:-1].numel() <= dispatch.most_blocked_rows(x, blocked)
 
 
