@@ -16,19 +16,31 @@ from torch import nn
 import machine
 from modules import Gated, PackedGated
 from safety import assert_close
+from test_quantized_int8 import of_bitsandbytes, of_rows, of_torchao, quantized_parts
 
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes does not load on this machine", exc_type=ImportError)
 fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
 
 WIDTH, HIDDEN, BLOCK = 128, 256, (128, 128)
-FORMATS = ("nf4", "nested nf4", "fp4", "fp8")
+# Those with a scale for each row, by what makes a layer of a plain one.
+IN_ROWS = {
+    "int8": of_bitsandbytes,
+    "int8 of torchao": of_torchao("Int8WeightOnlyConfig"),
+    "fp8 of torchao": of_torchao("Float8WeightOnlyConfig"),
+    "fp8 in rows": of_rows,
+}
+FORMATS = ("nf4", "nested nf4", "fp4", "fp8", *IN_ROWS)
 formats = pytest.mark.parametrize("format", FORMATS)
 
 
 @pytest.fixture(autouse=True)
 def taken(fused_mlp, monkeypatch):
     """Compiled code takes quantised layers on this device, of any size. The own products of FP8, kernels from the Hub,
-    multiply by the decoded weight."""
+    multiply by the decoded weight, and so do those of int8 that round x."""
+
+    def multiply_int8(x, weight, out, bias, state):
+        wide = (state.CB.float() * state.SCB.view(-1, 1) / 127).to(x.dtype)
+        return F.linear(x, wide, bias)
 
     def multiply(x, weight, scales, block, dtype, activation_scale=None):
         wide = fp8._dequantize_fp8_weight(weight, scales.float(), block, torch.float32)
@@ -36,8 +48,9 @@ def taken(fused_mlp, monkeypatch):
 
     monkeypatch.setattr(fp8, "_FINEGRAINED_FP8", fp8.FineGrainedFP8(multiply, None, None))
     monkeypatch.setenv("TRANSFORMERS_DISABLE_DEEPGEMM_LINEAR", "1")
+    monkeypatch.setattr(bnb.autograd._functions.MatMul8bitLt, "apply", multiply_int8)
     dispatch, quantized, running = (part_of(fused_mlp, name) for name in ("dispatch", *_MODULES))
-    caches = dispatch._quantized_refusal, quantized.known
+    caches = dispatch._quantized_refusal, quantized.known, quantized.known_tensor
     monkeypatch.setattr(dispatch, "QUANTIZED_DEVICES", {"cuda", "cpu"})
     monkeypatch.setattr(running, "_LEAST_ELEMENTS", 0)
     monkeypatch.setattr(running, "_LEAST_WEIGHTS", 0)
@@ -102,6 +115,8 @@ def quantised(layer, format, device):
         if biased:
             made.bias = nn.Parameter(layer.bias.detach().to(dtype), requires_grad=False)
         return made.to(device)
+    if format in IN_ROWS:
+        return IN_ROWS[format](layer.to(device, dtype)).requires_grad_(False)
     options = {"compute_dtype": dtype, "compress_statistics": "nested" in format, "quant_type": format.split()[-1]}
     made = bnb.nn.Linear4bit(width, out, biased, **options)
     made.load_state_dict(layer.state_dict())
@@ -121,7 +136,17 @@ def decoded(fused_mlp, layer):
         of_fp8 = fused_mlp.QuantizedWeight.from_fp8
         dtype = layer.bias.dtype if layer.bias is not None else dtype_on(layer.weight.device)
         return of_fp8(layer.weight, scales, tuple(layer.block_size)).dequantize(dtype)
+    if is_in_rows(layer):
+        data, scales = quantized_parts(layer)
+        divisor = 127 if hasattr(layer, "state") else 1
+        return (data.float() * scales.view(-1, 1) / divisor).to(dtype_on(data.device))
     return layer.weight
+
+
+def is_in_rows(layer):
+    return any(
+        hasattr(each, name) for each, name in ((layer, "state"), (layer, "weight_scale"), (layer.weight, "qdata"))
+    )
 
 
 def product(fused_mlp, layer, x):
@@ -168,7 +193,8 @@ def block(fused_mlp, device, format, mlp=Gated, bias=True):
 def assert_right(fused_mlp, fused, x):
     after = product(fused_mlp, fused.q_proj, x)
     wanted = after + expected(fused_mlp, fused.mlp, fused.norm(after))
-    assert_close([fused(x)], [wanted], 1e-4 if x.device.type == "cpu" else 6e-2)
+    rounds = any(hasattr(layer, "weight_scale") for layer in fused.modules())  # x, where it is called
+    assert_close([fused(x)], [wanted], 6e-2 if x.is_cuda or rounds else 1e-4)
 
 
 def input_on(device, rows=3):
@@ -196,7 +222,7 @@ def test_autograd_and_autocast(fused_mlp, device, compiled, format):
     with torch.no_grad():
         fused(input_on(device))
     compiled()
-    if format != "fp8":  # whose backward is a kernel from the Hub too
+    if format not in ("fp8", "fp8 in rows"):  # whose backward is a kernel from the Hub too, or there is none
         fused(input_on(device).requires_grad_(True)).sum().backward()
         assert compiled() == 0
     with torch.no_grad():
@@ -209,25 +235,53 @@ def test_autograd_and_autocast(fused_mlp, device, compiled, format):
 
 def new_weight(layer, other):
     layer.weight = other.weight
+    for name in ("state", "weight_scale"):
+        if hasattr(other, name):
+            setattr(layer, name, getattr(other, name))
     if isinstance(layer, fp8.FP8Linear):
         layer.weight_scale_inv = other.weight_scale_inv
 
 
+def holder_of(layer):
+    """Where a layer with a scale for each row holds values and scales, and their names."""
+    if hasattr(layer, "weight_scale"):
+        return layer, "weight", "weight_scale"
+    if hasattr(layer, "state"):
+        return layer.state if layer.weight.CB is None else layer.weight, "CB", "SCB"
+    return layer.weight, "qdata", "scale"
+
+
+def of_parts(layer, data, scales):
+    """Gives such a layer other tensors."""
+    for name, tensor in zip(holder_of(layer)[1:], (data, scales)):
+        held = getattr(holder_of(layer)[0], name)
+        new = nn.Parameter(tensor, requires_grad=False) if isinstance(held, nn.Parameter) else tensor
+        setattr(holder_of(layer)[0], name, new)
+
+
 def new_data(layer, other):
+    if is_in_rows(layer):
+        of_parts(layer, *quantized_parts(other))
+        return
     layer.weight.data = other.weight.data
     if not isinstance(layer, fp8.FP8Linear):
         layer.weight.quant_state = other.weight.quant_state
 
 
 def new_scales(layer, other):
-    if isinstance(layer, fp8.FP8Linear):
+    if is_in_rows(layer):
+        data, scales = quantized_parts(layer)
+        of_parts(layer, data, scales * 1.25)
+    elif isinstance(layer, fp8.FP8Linear):
         layer.weight_scale_inv.data = layer.weight_scale_inv.data * 1.25
     elif not layer.weight.quant_state.nested:
         layer.weight.quant_state.absmax = layer.weight.quant_state.absmax * 1.25
 
 
 def scales_in_place(layer, other):
-    if isinstance(layer, fp8.FP8Linear):
+    if is_in_rows(layer):
+        quantized_parts(layer)[1].mul_(0.75)
+    elif isinstance(layer, fp8.FP8Linear):
         layer.weight_scale_inv.mul_(0.75)
     elif layer.weight.quant_state.nested:
         layer.weight.quant_state.state2.absmax.mul_(0.75)
@@ -305,7 +359,7 @@ def test_random_changes(fused_mlp, device, compiled, format, seed):
             fused.set_submodule(path, made.eval().requires_grad_(False))
             if path == "q_proj":
                 fused_mlp.fuse_mlps(fused, verify=False)
-        elif type(layer) is not nn.Linear:
+        elif type(layer) is not nn.Linear or is_in_rows(layer):
             form = next(each for each in FORMATS if is_of(layer, each))
             random.choice(CHANGES)(layer, quantised(source, form, device))
         compiled()
@@ -317,6 +371,11 @@ def test_random_changes(fused_mlp, device, compiled, format, seed):
 def is_of(layer, format):
     if isinstance(layer, fp8.FP8Linear):
         return format == "fp8"
+    if is_in_rows(layer):
+        data, _ = quantized_parts(layer)
+        is_of_torchao = not (hasattr(layer, "state") or hasattr(layer, "weight_scale"))
+        word = "int8" if data.dtype is torch.int8 else "fp8"
+        return format == (f"{word} of torchao" if is_of_torchao else "int8" if word == "int8" else "fp8 in rows")
     state = getattr(layer.weight, "quant_state", None)
     return state is not None and format == ("nested " if state.nested else "") + state.quant_type
 
@@ -374,9 +433,44 @@ LEFT = (
 )
 
 
-def compiled_answer(fused_mlp, device):
-    """A layer of four bits, and a call of the compiled code that reads it."""
-    fused = block(fused_mlp, device, "nf4")
+def wide(layer):
+    layer.state.has_fp16_weights = True
+
+
+def of_other_values(layer):
+    of_parts(layer, quantized_parts(layer)[0].short(), quantized_parts(layer)[1])
+
+
+def of_fewer_scales(layer):
+    of_parts(layer, quantized_parts(layer)[0], quantized_parts(layer)[1].view(-1)[:-1].clone())
+
+
+def of_wide_scales(layer):
+    of_parts(layer, quantized_parts(layer)[0], quantized_parts(layer)[1].double())
+
+
+def of_own_blocks(layer):
+    layer.weight.block_size = [1, 64]
+
+
+def scaled_before(layer):
+    layer.weight.act_pre_scale = torch.ones(1, device=layer.weight.device)
+
+
+def rounding(layer):
+    layer.weight.act_quant_kwargs = object()
+
+
+LEFT_IN_ROWS = (
+    *((format, change) for format in IN_ROWS for change in (of_fewer_scales, of_wide_scales, with_a_call)),
+    *(("int8", wide), ("int8", of_other_values), ("int8 of torchao", of_other_values)),
+    *(("int8 of torchao", change) for change in (of_own_blocks, scaled_before, rounding)),
+)
+
+
+def compiled_answer(fused_mlp, device, format="nf4"):
+    """A quantised layer, and a call of the compiled code that reads it."""
+    fused = block(fused_mlp, device, format)
     fused(input_on(device))
     plain = part_of(fused_mlp, "models.running.shortcut").plain
     adapted, forwards = (part_of(fused_mlp, f"models.running.{name}") for name in ("adapted", "forwards"))
@@ -394,11 +488,30 @@ def test_left_to_python(fused_mlp, device, change):
     assert answer() is None
 
 
+@pytest.mark.parametrize(("format", "change"), LEFT_IN_ROWS, ids=lambda each: getattr(each, "__name__", each))
 @torch.no_grad()
-def test_patched_classes_are_left(fused_mlp, device, monkeypatch):
-    _, answer = compiled_answer(fused_mlp, device)
+def test_rows_are_left_to_python(fused_mlp, device, format, change):
+    layer, answer = compiled_answer(fused_mlp, device, format)
     assert answer() is not None
-    monkeypatch.setattr(bnb, "matmul_4bit", lambda *given, **named: None)
+    change(layer)
+    assert answer() is None
+
+
+@pytest.mark.parametrize(("format", "name"), [("nf4", "matmul_4bit"), ("int8", "matmul")])
+@torch.no_grad()
+def test_patched_classes_are_left(fused_mlp, device, monkeypatch, format, name):
+    _, answer = compiled_answer(fused_mlp, device, format)
+    assert answer() is not None
+    monkeypatch.setattr(bnb, name, lambda *given, **named: None)
+    assert answer() is None
+
+
+@torch.no_grad()
+def test_patched_tensors_are_left(fused_mlp, device, monkeypatch):
+    layer, answer = compiled_answer(fused_mlp, device, "int8 of torchao")
+    assert answer() is not None
+    products = type(layer.weight)._TORCH_FN_TABLE[type(layer.weight)]
+    monkeypatch.setitem(products, F.linear, lambda *given: None)
     assert answer() is None
 
 

@@ -251,8 +251,12 @@ Answer read_adapted(PyObject* layer, bool recording, PyObject* dtype, PyObject* 
                     Py_ssize_t bias_place, PyObject* adapters, Py_ssize_t place, bool* drops,
                     PackedWeights* quantised) {
   const auto read_base = [&](PyObject* base) {
-    PyObject* const known = item(settings.quantised, class_of(base));
-    if (known == nullptr) return read_linear(base, recording, operands, weight_place, bias_place);
+    PyObject* known = item(settings.quantised, class_of(base));
+    if (known == nullptr) {
+      const Answer plain = read_linear(base, recording, operands, weight_place, bias_place);
+      if (plain == kNo) known = known_by_weight(base);
+      if (known == nullptr) return PyErr_Occurred() ? kError : plain;
+    }
     return read_packed(base, known, recording, dtype, operands, weight_place, bias_place, quantised);
   };
   for (Py_ssize_t i = 0; i < kAdapterPlaces; ++i) {

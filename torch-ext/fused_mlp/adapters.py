@@ -42,12 +42,15 @@ class Layer(NamedTuple):
     """``x weight^T + bias``, and its adapter, if any: ``weight`` is ``[out, in]``, ``bias`` ``[out]`` or None.
 
     ``dtype``: that of the product, where x and the result may have another one; None where they have not.
+    ``least_trained``: the number of rows from which on a quantised layer of a model is taken where autograd follows,
+    without an adapter; None for one that is left to itself there, and with an adapter.
     """
 
     weight: AnyWeight
     bias: Optional[Tensor] = None
     adapter: Optional[Adapter] = None
     dtype: Optional[torch.dtype] = None
+    least_trained: Optional[int] = 0
 
     def __call__(self, x: Tensor, mask: Optional[Tensor] = None) -> Tensor:
         """The result by PyTorch's operations, ``[..., out]``, in the dtype of the layer's own product.
@@ -90,7 +93,7 @@ class Layers(NamedTuple):
         weights, biases, a, b = [None] * 3, [None] * 3, [None] * 3, [None] * 3
         for place, layer in enumerate(self):
             if layer is not None:
-                weight, biases[place], adapter, _ = layer
+                weight, biases[place], adapter, *_ = layer
                 weights[place] = None if type(weight) is QuantizedWeight else weight
                 if adapter is not None:
                     a[place], b[place], _, bias, _ = adapter

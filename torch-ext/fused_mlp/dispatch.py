@@ -163,6 +163,17 @@ def may_train_quantized() -> bool:
     return native.DEVICE_TYPE in QUANTIZED_DEVICES or is_forced()
 
 
+def may_train_rounded(x: Tensor) -> bool:
+    """True if such layers whose own products round x to int8 are not left to these: where that was measured to pay."""
+    return is_forced() or (x.is_cuda and native.is_hopper(x))
+
+
+def least_decoded_rows(shape: Sequence[int]) -> int:
+    """The number of rows from which on the product with a frozen weight of int8, decoded each way, takes less time than
+    torchao's, which keeps the decoded weight for the backward: what is saved grows with the rows."""
+    return 0 if is_forced() else min(shape) // 4
+
+
 def quantized_refusal(device: torch.device, dtype: torch.dtype, format: str) -> Optional[str]:
     """The reason, behind a noun, why a layer with a quantised weight is left to its own product.
 
@@ -213,12 +224,14 @@ def most_blocked_rows(x: Tensor, weights: Iterable[Any]) -> int:
     """
     weights = list(weights)
     is_rounded = all(map(_may_round_rows, weights))
-    return min(min(most_rows_of(weight.format, x, is_rounded), _most_rows_by_size(weight)) for weight in weights)
+    return min(most_rows_of_size(x, weight.format == "int8", is_rounded, weight.numel()) for weight in weights)
 
 
-def _most_rows_by_size(weight: Any) -> int:
-    """The same by a weight's size: large ones of int8 are decoded in more time than bitsandbytes' products take."""
-    return _MOST_ROWS_OF_LARGE if weight.format == "int8" and weight.numel() >= _LARGE else ANY_ROWS
+def most_rows_of_size(x: Tensor, is_int8: bool, is_rounded: bool, elements: int) -> int:
+    """The same of int8 or FP8, by a weight's size: large ones of int8 are decoded in more time than bitsandbytes'
+    products take. Compiled code asks it too."""
+    by_size = _MOST_ROWS_OF_LARGE if is_int8 and elements >= _LARGE else ANY_ROWS
+    return min(most_rows_of("int8" if is_int8 else "fp8", x, is_rounded), by_size)
 
 
 def most_rows_of(format: str, x: Tensor, is_rounded: bool = True) -> int:

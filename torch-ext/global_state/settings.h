@@ -67,11 +67,12 @@ struct Settings {
   PyObject* saved_tensors_hooks;  // a function of torch: the hooks of tensors that autograd saves
   PyObject* layout;               // functions of autograd/nodes.py
   PyObject* edges;
-  PyObject* quantised;  // by class of layers with quantised weights: what read_packed() says
+  PyObject* quantised;  // by class of layers with quantised weights, or of such weights: what read_packed() says
   PyObject* codes;      // by format of 4 bits, by index of a device: the values of its codes
   PyObject* offsets;    // by id of the tensor of an offset: (a weak reference to it, its version, the number)
   PyObject* few_rows;   // so many rows are not left to layers with quantised weights
-  PyObject* most_rows;  // a function of x, and of whether it may be rounded: up to how many rows of it, likewise
+  PyObject* most_rows;  // a function of x, of whether weights are of int8 and x may be rounded, and of how many
+                        // elements the largest has: up to how many rows of x, likewise
 };
 extern Settings settings;
 
@@ -171,6 +172,16 @@ struct Names {
   PyObject* activation_scale = PyUnicode_InternFromString("activation_scale");
   PyObject* scale_inv = PyUnicode_InternFromString("weight_scale_inv");
   PyObject* block_size = PyUnicode_InternFromString("block_size");
+  PyObject* scale_of_rows = PyUnicode_InternFromString("weight_scale");
+  PyObject* of_matmul = PyUnicode_InternFromString("state");
+  PyObject* is_wide = PyUnicode_InternFromString("has_fp16_weights");
+  PyObject* int8_data = PyUnicode_InternFromString("CB");
+  PyObject* int8_scales = PyUnicode_InternFromString("SCB");
+  PyObject* tensor_data = PyUnicode_InternFromString("qdata");
+  PyObject* tensor_scale = PyUnicode_InternFromString("scale");
+  // Those of a tensor of torchao's that change what is given: none of them may be there.
+  PyObject* on_input[3] = {PyUnicode_InternFromString("act_pre_scale"), PyUnicode_InternFromString("act_quant_scale"),
+                           PyUnicode_InternFromString("act_quant_kwargs")};
   // The methods that find attributes: of all names, and of those that are not found otherwise.
   PyObject* finders[2] = {PyUnicode_InternFromString("__getattribute__"), PyUnicode_InternFromString("__getattr__")};
   // Those of a forward, then those of a backward.

@@ -15,7 +15,7 @@ namespace fused_mlp {
 bool is_contiguous(const dlpack::Tensor& tensor) {
   int64_t stride = 1;
   for (int d = tensor.dims; d-- > 0; stride *= tensor.sizes[d]) {
-    if (tensor.strides[d] != stride) return false;
+    if (tensor.sizes[d] != 1 && tensor.strides[d] != stride) return false;
   }
   return true;
 }

@@ -10,7 +10,7 @@ namespace fused_mlp {
 namespace {
 
 // The ways in which classes of layers hold their weights.
-enum Form : Py_ssize_t { kFourBits, kBlocked };
+enum Form : Py_ssize_t { kFourBits, kBlocked, kInt8, kRows, kTensor };
 enum KnownField : Py_ssize_t { kUnchanged, kForm, kWeightClass };
 
 #if defined(CUDA_KERNEL)
@@ -134,6 +134,19 @@ bool read_four_bits(const Held& layer, PyObject* weight, PyObject* dtype, Packed
   return nested == Py_False && state.floats(n.absmax, settings.tensor, w->blocks(), w->device, &w->scales);
 }
 
+// Reads values of FP8 or int8 that kernels take, as blocked_refusal() of dispatch.py says.
+bool read_values(PyObject* values, PackedWeight* w) {
+  dlpack::Tensor data;
+  if (!read_codes_directly(values, &data) || !is_on(data, data.device.index)) return false;
+  const bool int8 = data.dtype == dlpack::kInt8;
+  if (!(int8 || data.dtype == dlpack::kFp8) || data.dims != 2 || !is_contiguous(data)) return false;
+  w->coding = int8 ? Coding::kInt8 : Coding::kFp8;
+  w->device = data.device.index;
+  w->data = data.data;
+  w->n = data.sizes[0], w->k = data.sizes[1];
+  return w->k % 64 == 0 && w->n % 8 == 0;
+}
+
 // Reads transformers' layer of FP8, with scales of blocks. Its product takes any dtype.
 bool read_blocked(const Held& layer, const Held& parameters, PyObject* weight, PackedWeight* w) {
   const Names& n = names();
@@ -145,23 +158,78 @@ bool read_blocked(const Held& layer, const Held& parameters, PyObject* weight, P
       !layer.lacks(n.scale_inv)) {
     return false;
   }
-  dlpack::Tensor data;
-  if (!read_codes_directly(weight, &data) || !is_on(data, data.device.index)) return false;
-  if (!(data.dtype == dlpack::kFp8) || data.dims != 2 || !is_contiguous(data)) return false;
-  w->coding = Coding::kFp8;
-  w->device = data.device.index;
-  w->data = data.data;
-  w->n = data.sizes[0], w->k = data.sizes[1];
+  if (!read_values(weight, w) || w->coding != Coding::kFp8) return false;
   PyObject* const block = layer.at(n.block_size);
   w->block_rows = w->n, w->block = w->k;
   if (block != nullptr && block != Py_None && !Held::pair(block, &w->block_rows, &w->block)) return false;
-  // As blocked_refusal() of dispatch.py says.
-  if (w->k % 64 != 0 || w->n % 8 != 0) return false;
   if (w->k > w->block && w->block != 128 && w->block != 256 && w->block != 512) return false;
   return parameters.floats(n.scale_inv, settings.parameter, w->blocks(), w->device, &w->scales);
 }
 
+// Reads values with a scale for each row, or one for all, which are of this class, and divided by a number.
+bool read_rows(PyObject* values, const Held& holder, PyObject* scales, PyObject* kind, int64_t divisor,
+               PackedWeight* w) {
+  if (values == nullptr || !read_values(values, w)) return false;
+  w->block_rows = 1, w->block = w->k, w->nested_block = divisor;
+  if (holder.floats(scales, kind, w->n, w->device, &w->scales)) return true;
+  w->block_rows = w->n;
+  return holder.floats(scales, kind, 1, w->device, &w->scales);
+}
+
+// Reads a layer of bitsandbytes of int8, whose first call moves values and scales from the weight into its state.
+bool read_int8(const Held& layer, PyObject* weight, PackedWeight* w) {
+  const Names& n = names();
+  PyObject* const state = layer.at(n.of_matmul);
+  PyObject *const kept = state == nullptr ? nullptr : state_of(state), *const fresh = state_of(weight);
+  if (kept == nullptr || fresh == nullptr || !is_false_or_absent(kept, n.is_wide)) return false;
+  PyObject* const of_weight = item(fresh, n.int8_data);
+  const Held holder(of_weight == nullptr || of_weight == Py_None ? kept : fresh);
+  PyObject* const values = holder.at(n.int8_data);
+  if (values == nullptr || class_of(values) != settings.tensor) return false;
+  return read_rows(values, holder, n.int8_scales, settings.tensor, 127, w) && w->coding == Coding::kInt8;
+}
+
+// Reads a weight of torchao's. Products that round x to int8 are left.
+bool read_tensor(PyObject* weight, PackedWeight* w) {
+  const Names& n = names();
+  PyObject* const state = state_of(weight);
+  if (state == nullptr) return false;
+  const Held held(state);
+  const auto has = [&](PyObject* name) { return !held.lacks(name) && held.at(name) != Py_None; };
+  PyObject* const values = held.at(n.tensor_data);
+  if (values == nullptr || class_of(values) != settings.tensor || has(n.on_input[0]) || has(n.on_input[1]))
+    return false;
+  if (!read_rows(values, held, n.tensor_scale, settings.tensor, 1, w)) return false;
+  if (w->coding == Coding::kInt8 && has(n.on_input[2])) return false;
+  int64_t rows, columns;
+  return Held::pair(held.at(n.block_size), &rows, &columns) && columns == w->k && (rows == 1 || rows == w->n);
+}
+
+bool read(Form form, const Held& layer, const Held& parameters, PyObject* weight, PyObject* dtype, PackedWeight* w) {
+  switch (form) {
+    case kFourBits:
+      return read_four_bits(layer, weight, dtype, w);
+    case kBlocked:
+      return read_blocked(layer, parameters, weight, w);
+    case kInt8:
+      return read_int8(layer, weight, w);
+    case kRows:
+      return layer.lacks(names().scale_of_rows) &&
+             read_rows(weight, parameters, names().scale_of_rows, settings.parameter, 1, w);
+    case kTensor:
+      return read_tensor(weight, w);
+  }
+  return false;
+}
+
 }  // namespace
+
+PyObject* known_by_weight(PyObject* layer) {
+  PyObject* const state = class_of(layer) == settings.linear ? state_of(layer) : nullptr;
+  PyObject* const parameters = state == nullptr ? nullptr : item(state, names().parameters);
+  PyObject* const weight = parameters == nullptr ? nullptr : item(parameters, names().weight);
+  return weight == nullptr ? nullptr : item(settings.quantised, class_of(weight));
+}
 
 Answer read_packed(PyObject* layer, PyObject* known, bool recording, PyObject* dtype, PyObject* operands,
                    Py_ssize_t weight_place, Py_ssize_t bias_place, PackedWeights* weights) {
@@ -186,28 +254,35 @@ Answer read_packed(PyObject* layer, PyObject* known, bool recording, PyObject* d
   if (bias != Py_None && class_of(bias) != settings.parameter) return kNo;
   PackedWeight* const found = &weights->of[weights->count];
   *found = {};
-  const bool four_bits = PyLong_AsSsize_t(PyTuple_GetItem(known, kForm)) == kFourBits;
-  const bool read =
-      four_bits ? read_four_bits(held, weight, dtype, found) : read_blocked(held, parameters, weight, found);
-  if (!read) return PyErr_Occurred() ? kError : kNo;
+  const Form form = static_cast<Form>(PyLong_AsSsize_t(PyTuple_GetItem(known, kForm)));
+  if (!read(form, held, parameters, weight, dtype, found)) return PyErr_Occurred() ? kError : kNo;
   ++weights->count;
-  said = put(operands, weight_place, four_bits ? weight : Py_None);
+  said = put(operands, weight_place, form == kFourBits ? weight : Py_None);
   return said == kYes ? put(operands, bias_place, bias) : said;
 }
 
 Answer takes_rows(const PackedWeights& weights, PyObject* x) {
   if (weights.in_four_bits()) return kYes;
   bool rounds = true;  // as _may_round_rows() of dispatch.py says
+  int64_t largest = 0;
+  const Coding coding = weights.of[0].coding;
   for (int i = 0; i < weights.count; ++i) {
     const PackedWeight& weight = weights.of[i];
     if (!weight.blocked()) return kNo;
     rounds = rounds && (weight.block_rows % 128 == 0 || weight.block_rows >= weight.n);
+    largest = std::max(largest, weight.elements());
   }
   const int64_t elements = number_of_elements(x), width = elements < 0 ? -1 : size_of_last(x);
   if (width <= 0) return width < 0 ? kError : kNo;
   const int64_t rows = elements / width;
   if (rows <= PyLong_AsSsize_t(settings.few_rows)) return kYes;
-  const Owned most(PyObject_CallFunctionObjArgs(settings.most_rows, x, rounds ? Py_True : Py_False, nullptr));
+  for (int i = 1; i < weights.count; ++i) {
+    if (weights.of[i].coding != coding) return kNo;
+  }
+  const Owned size(PyLong_FromSsize_t(largest));
+  PyObject *const int8 = coding == Coding::kInt8 ? Py_True : Py_False, *const rounded = rounds ? Py_True : Py_False;
+  const Owned most(size ? PyObject_CallFunctionObjArgs(settings.most_rows, x, int8, rounded, size.get(), nullptr)
+                        : nullptr);
   return most ? answer(rows <= PyLong_AsSsize_t(most.get())) : kError;
 }
 

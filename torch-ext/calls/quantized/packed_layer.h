@@ -18,6 +18,9 @@ struct PackedWeights {
   }
 };
 
+// What is known of a linear layer of torch's by the class of its weight, or nullptr.
+PyObject* known_by_weight(PyObject* layer);
+
 // Adds the quantised weight that a layer holds now, and puts its bias into a tuple, and into the place of the weight
 // what bitsandbytes' layers of 4 bits have there, or None.
 // The class of the layer is known by a tuple: (attributes that are as they were read, the form of such layers, the

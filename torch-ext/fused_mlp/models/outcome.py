@@ -373,15 +373,17 @@ def _notes(module: nn.Module, mlps: Iterable[FoundMLP], methods: Iterable[Functi
     """The numbers of rows from which on a module in training runs fused, in eager and compiled, if there are bounds."""
     memory = next(map(rewriter.memory_of, filter(rewriter.is_fused, methods)), training.KEPT)
     found = [(mlp, mlp.pattern, _weight(mlp)) for mlp in mlps if module.training]
-    found = [each for each in found if each[2] is not None and each[2].requires_grad]
+    trained = [each for each in found if each[2] is not None and each[2].requires_grad]
+    frozen = [adapters.layer_of(part) for mlp, *_ in found for part in mlp.projections.values()]
     least = {
         FEW_ROWS: [
             training.least_rows(
                 pattern.op, pattern.gated, mlp.activation.code, weight, memory, _has_many_operations(mlp)
             )
-            for mlp, pattern, weight in found
-        ],
-        FEW_COMPILED_ROWS: [training.least_compiled_rows(of.op, weight, memory) for _, of, weight in found],
+            for mlp, pattern, weight in trained
+        ]
+        + [each.least_trained or 0 for each in frozen if isinstance(each, Layer) and each.adapter is None],
+        FEW_COMPILED_ROWS: [training.least_compiled_rows(of.op, weight, memory) for _, of, weight in trained],
     }
     most = {code: max(rows, default=1) for code, rows in least.items()}
     return tuple(Reason(code, "", f"{rows:,}") for code, rows in most.items() if rows > 1)

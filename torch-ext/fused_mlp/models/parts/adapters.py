@@ -22,6 +22,7 @@ from . import quantized, refusals
 
 is_traced = torch.compiler.is_dynamo_compiling
 _NAME, _OF_4BIT = "peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit"
+_OF_8BIT, _OF_TORCHAO = "peft.tuners.lora.bnb.Linear8bitLt", "peft.tuners.lora.torchao.TorchaoLoraLinear"
 # The names that its forward looks up in the class. Versions before 0.15 have no _cast_input_dtype.
 _METHODS = ("forward", "_cast_input_dtype", "_check_forward_args", "disable_adapters", "merged", "active_adapters")
 _METHODS += ("active_adapter",)
@@ -47,7 +48,9 @@ _DIGESTS = {
         "64541131d22e7a73": "0.18",
         "3acadf67b9d59bb9": "0.20",
     },
+    _OF_8BIT: {"6397ad6ac4bba5ca": "0.20"},
 }
+_DIGESTS[_OF_TORCHAO] = _DIGESTS[_NAME]  # it inherits all of them
 
 
 # Those known by now, and what they looked up when they were read: owners, names and values. Compiled code asks them.
@@ -57,7 +60,7 @@ CLASSES: Dict[type, Tuple[Tuple[Any, str, Any], ...]] = {}
 def is_adapted(part: nn.Module) -> bool:
     """True if a module is a layer of PEFT's LoRA, whatever its state is, around a weight that may be read."""
     kind = type(part)
-    return known(kind) is not None and (kind.__qualname__ != "Linear4bit" or dispatch.may_train_quantized())
+    return known(kind) is not None and (kind.__qualname__ == "Linear" or dispatch.may_train_quantized())
 
 
 def layer_of(part: nn.Module) -> Union[str, Layer]:
@@ -149,7 +152,8 @@ def _read(part: nn.Module) -> Union[str, Layer]:
         return f"a {kind} that will take its adapters out" if state["merged_adapters"] else base
     if state["merged_adapters"]:
         return base
-    if base.dtype is None and type(base.weight) is QuantizedWeight:
+    is_quantized = type(base.weight) is QuantizedWeight
+    if base.least_trained is None:
         return f"a {kind} around a weight of {base.weight.format}"
     name, held = state["_active_adapter"], modules["lora_A"].__dict__["_modules"]
     if type(name) is not str:
@@ -164,10 +168,13 @@ def _read(part: nn.Module) -> Union[str, Layer]:
     adapter = _adapter(state, held[name], name, kind)
     if type(adapter) is str:
         return adapter
-    if base.dtype is not None and not dispatch.may_train_quantized():
+    if is_quantized and not dispatch.may_train_quantized():
         return f"a {kind} around a quantised weight on a CPU, where its own product runs"
-    dtype, given = base.dtype or base.weight.dtype, (adapter.a, adapter.b, adapter.bias)
-    dtypes = {each.dtype for each in given if each is not None}
+    is_of_any = is_quantized and base.dtype is None  # whose product has the dtype of what it is given
+    if is_of_any and adapter.bias is not None:
+        return f"a {kind} with a bias of its own around a weight of {base.weight.format}"
+    dtype = adapter.a.dtype if is_of_any else base.dtype or base.weight.dtype
+    dtypes = {each.dtype for each in (adapter.a, adapter.b, adapter.bias) if each is not None}
     if dtypes != {dtype} and dtypes != {torch.float32}:
         return f"a {kind} in another dtype"
     return base._replace(adapter=adapter)

@@ -99,18 +99,19 @@ def known(kind: type) -> Optional[Guarded]:
         return None
     methods = ("__call__", *CLASSES[_name(kind)].methods)
     unchanged = (*((kind, name, getattr(kind, name)) for name in methods), *_called(kind))
-    if native.DEVICE_TYPE in dispatch.QUANTIZED_DEVICES and CLASSES[_name(kind)] in _COMPILED:
-        form = _COMPILED.index(CLASSES[_name(kind)])
-        COMPILED[kind] = unchanged, form, nn.Parameter if form else sys.modules[kind.__module__].Params4bit
+    if native.DEVICE_TYPE in dispatch.QUANTIZED_DEVICES:
+        form, home = _FORMS.index(CLASSES[_name(kind)]), sys.modules[kind.__module__]
+        COMPILED[kind] = unchanged, form, getattr(home, _OWN_PARAMETERS.get(form, ""), nn.Parameter)
     return unchanged
 
 
-# By class of layers that compiled code reads too: the attributes that the reading rests on, the form that the code is
-# for, and the class of weights; by format of four bits and index of a device, the values of its codes
-# (torch-ext/calls/quantized/packed_layer.cpp).
+# By class of layers, or of torchao's weights, that compiled code reads too: the attributes that the reading rests on,
+# the form that the code is for, and the class of weights; by format of four bits and index of a device, the values of
+# its codes (torch-ext/calls/quantized/packed_layer.cpp).
 COMPILED: Dict[type, Tuple[Guarded, int, type]] = {}
 CODES: Dict[str, Dict[int, Tensor]] = {}
-_COMPILED = (_OF_4BIT, CLASSES[_FP8])
+_FORMS = (_OF_4BIT, CLASSES[_FP8], CLASSES[_INT8], CLASSES[_FP8_ROWS])
+_OWN_PARAMETERS = {0: "Params4bit", 2: "Int8Params"}  # by form
 
 
 @functools.lru_cache(maxsize=64)
@@ -152,7 +153,10 @@ def known_tensor(kind: type) -> Optional[Guarded]:
     if _name(kind) not in _TENSORS or digest_of_tensor(kind) not in TENSOR_DIGESTS:
         return None
     products = kind._TORCH_FN_TABLE[kind]
-    return ((products, F.linear, products[F.linear]),)
+    unchanged = ((products, F.linear, products[F.linear]),)
+    if native.DEVICE_TYPE in dispatch.QUANTIZED_DEVICES:
+        COMPILED[kind] = unchanged, len(_FORMS), kind
+    return unchanged
 
 
 def digest_of_tensor(kind: type) -> Optional[str]:
@@ -176,10 +180,21 @@ def is_plainly_left(part: nn.Module, x: Any) -> bool:
     format = _TENSORS[_name(kind)] if of_tensor else CLASSES[_name(kind)].format
     if not isinstance(x, Tensor):
         return False
-    is_recorded = x.requires_grad and torch.is_grad_enabled()
-    if format is None:
-        return is_recorded and not dispatch.may_train_quantized()
-    return is_recorded or x.shape[:-1].numel() > dispatch.most_rows_of(format, x)
+    if x.requires_grad and torch.is_grad_enabled():
+        least = 0 if format is None else _least_trained(part, x)
+        return not dispatch.may_train_quantized() or least is None or x.shape[:-1].numel() < least
+    return format is not None and x.shape[:-1].numel() > dispatch.most_rows_of(format, x)
+
+
+def _least_trained(part: nn.Module, like: Tensor) -> Optional[int]:
+    """The number of rows from which on a layer with a weight in blocks is taken where autograd follows: those whose own
+    product has a gradient that goes by the decoded weight, and takes no less time. None for others."""
+    if type(part) is not nn.Linear:
+        return 0 if _name(type(part)) == _INT8 and dispatch.may_train_rounded(like) else None
+    weight = part.__dict__["_parameters"]["weight"]
+    if vars(weight).get("act_quant_kwargs") is not None:
+        return None
+    return dispatch.least_decoded_rows(weight.shape) if _TENSORS[_name(type(weight))] == "int8" else 0
 
 
 def layer_of(part: nn.Module) -> Union[str, Layer]:
@@ -259,7 +274,8 @@ def _read_fp8(part: nn.Module) -> Union[str, Layer]:
     if refusal is not None:
         return refusal
     floats = scales.detach().float()  # those of e8m0 anew at each call: not every write to a tensor is seen
-    return Layer(quantized.QuantizedWeight(weight.detach(), floats, (out, width), "fp8", block), bias)
+    found = quantized.QuantizedWeight(weight.detach(), floats, (out, width), "fp8", block)
+    return Layer(found, bias, least_trained=None)
 
 
 def _read_int8(part: nn.Module) -> Union[str, Layer]:
@@ -275,7 +291,7 @@ def _read_int8(part: nn.Module) -> Union[str, Layer]:
     data, scales = kept.get("CB"), kept.get("SCB")
     if type(data) is not Tensor or type(scales) is not Tensor or data.dtype is not torch.int8:
         return "whose weight is not quantised yet"
-    return _in_rows(data, scales, bias, divisor=127)
+    return _in_rows(data, scales, bias, _least_trained(part, data), divisor=127)
 
 
 def _read_tensor(part: nn.Module) -> Union[str, Layer]:
@@ -293,7 +309,7 @@ def _read_tensor(part: nn.Module) -> Union[str, Layer]:
         return f"in blocks of {state.get('block_size')}"
     if data.dtype not in (torch.int8, torch.float8_e4m3fn):
         return f"of {data.dtype}"
-    return _in_rows(data, scales, bias)
+    return _in_rows(data, scales, bias, _least_trained(part, data))
 
 
 def _read_fp8_rows(part: nn.Module) -> Union[str, Layer]:
@@ -307,10 +323,12 @@ def _read_fp8_rows(part: nn.Module) -> Union[str, Layer]:
         return "in a form that is not known"
     if weight.dtype is not torch.float8_e4m3fn or weight.dim() != 2:
         return f"with a weight of {weight.dtype}"
-    return _in_rows(weight, scales, bias)
+    return _in_rows(weight, scales, bias, least_trained=None)
 
 
-def _in_rows(data: Tensor, scales: Tensor, bias: Optional[Tensor], **options: int) -> Union[str, Layer]:
+def _in_rows(
+    data: Tensor, scales: Tensor, bias: Optional[Tensor], least_trained: Optional[int], **options: int
+) -> Union[str, Layer]:
     """The operands of a layer whose weight has a scale for each row, or one for all."""
     out, width = data.shape
     if scales.dtype is not torch.float32 or not scales.is_contiguous() or scales.numel() not in (1, out):
@@ -325,7 +343,7 @@ def _in_rows(data: Tensor, scales: Tensor, bias: Optional[Tensor], **options: in
     if refusal is not None:
         return refusal
     of = quantized.QuantizedWeight.from_int8 if format == "int8" else quantized.QuantizedWeight.from_fp8
-    return Layer(of(data, scales.view(-1), **options), bias)
+    return Layer(of(data, scales.view(-1), **options), bias, least_trained=least_trained)
 
 
 _READERS = {_INT8: _read_int8, _FP8: _read_fp8, _FP8_ROWS: _read_fp8_rows}

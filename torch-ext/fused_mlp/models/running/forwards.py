@@ -114,17 +114,30 @@ def _by_codes(pattern: Pattern, x: Tensor, layers: Sequence[Layer], activation: 
 
 
 def _takes_blocked(x: Tensor, layers: Sequence[Layer]) -> bool:
-    """True if layers are not left to their own products, as they are where autograd or autocast follows.
+    """True if layers, some of them with weights in blocks, are not left to their own products, which round x too."""
+    if (x.is_cuda and x.dtype is torch.float32) or any(_of_another_dtype(layer, x) for layer in layers):
+        return False
+    blocked = [layer.weight for layer in layers if quantized.are_blocked(layer.weight)]
+    is_recorded = calls.autograd_follows(x, *Layers(*layers).tensors)
+    is_bare = not is_recorded and all(layer.adapter is None for layer in layers)
+    if is_bare and (autocasts(x) or len(blocked) < len(layers)):
+        return False
+    if not is_bare and not all(_is_decoded(layer, x) for layer in layers):
+        return False
+    if not (is_bare or is_recorded or dispatch.has_few_rows(x)):  # adapters of more rows in inference: not measured
+        return False
+    return is_recorded or x.shape[:-1].numel() <= dispatch.most_blocked_rows(x, blocked)
 
-    These round x too, to FP8 or int8.
-    """
-    if any(layer.adapter is not None or not quantized.are_blocked(layer.weight) for layer in layers):
+
+def _is_decoded(layer: Layer, x: Tensor) -> bool:
+    """True if a layer is taken where autograd follows, or beside adapters, by its decoded weight."""
+    if autocasts(x) and torch.get_autocast_dtype(x.device.type) is not x.dtype:
         return False
-    if (x.is_cuda and x.dtype is torch.float32) or autocasts(x) or any(_of_another_dtype(layer, x) for layer in layers):
+    if layer.least_trained is None or (layer.bias is not None and layer.bias.requires_grad):
         return False
-    if calls.autograd_follows(x, *(layer.bias for layer in layers)):
-        return False
-    return x.shape[:-1].numel() <= dispatch.most_blocked_rows(x, [layer.weight for layer in layers])
+    if layer.adapter is None:
+        return x.shape[:-1].numel() >= layer.least_trained
+    return layer.adapter.a.dtype in (x.dtype, torch.float32)
 
 
 def _of_another_dtype(layer: Layer, x: Tensor) -> bool:

@@ -9,7 +9,6 @@ functions are seen as they are at the call.
 
 from __future__ import annotations
 
-import functools
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Callable, Dict, Iterable, Optional, Sequence, Tuple, Union
 
@@ -197,7 +196,7 @@ _settings = {
     "codes": quantized.CODES,
     "offsets": quantized.OFFSETS,
     "few_rows": dispatch.FEW_QUANTIZED_ROWS,
-    "most_rows": functools.partial(dispatch.most_rows_of, "fp8"),
+    "most_rows": dispatch.most_rows_of_size,
 }
 plain = native.plain_modules  # None where nothing is compiled
 if plain is not None:

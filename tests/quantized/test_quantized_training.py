@@ -1,0 +1,213 @@
+"""Models in training over frozen weights of int8 and FP8: bitsandbytes' Linear8bitLt, torchao's tensors for weights
+alone, and PEFT's adapters on both.
+
+Forward and backward go by the decoded weight. Their own products round x, or keep a decoded weight for the backward. On
+a CPU the compiled ops are forced.
+"""
+
+import contextlib
+import copy
+import importlib
+import sys
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+from safety import alike, assert_close
+from safety import run_with_gradients as run
+from test_quantized_int8 import (
+    KINDS,
+    MLPS,
+    MODELS,
+    ON_CPU,
+    build,
+    of_rows,
+    of_torchao,
+    quantized_parts,
+    tolerance,
+)
+
+bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes does not load on this machine", exc_type=ImportError)
+for name in ("bnb", "torchao"):  # which PEFT imports when it first meets such a layer
+    importlib.import_module(f"peft.tuners.lora.{name}")
+
+TRAINED = ("bitsandbytes", "torchao int8", "torchao fp8")
+kinds = pytest.mark.parametrize("kind", TRAINED)
+PROJECTIONS = {
+    "Llama": ["gate_proj", "up_proj", "down_proj"],
+    "Phi3": ["gate_up_proj", "down_proj"],
+    "GPT-NeoX": ["dense_h_to_4h", "dense_4h_to_h"],
+}
+BOTH_WAYS = ["forward"] * MLPS + ["backward"] * MLPS
+
+
+@pytest.fixture(autouse=True)
+def forced(fused_mlp):
+    with fused_mlp.backend("cpu") if ON_CPU else contextlib.nullcontext():
+        yield
+
+
+@pytest.fixture
+def ops(fused_mlp, monkeypatch):
+    """The calls of ops: "packed" of weights read as they are, "forward" and "backward" by decoded ones."""
+    adapters, quantized = (sys.modules[f"{fused_mlp.__name__}.{name}"] for name in ("adapters", "quantized.weights"))
+    called = []
+    for owner, name, word in (
+        (quantized, "run", "packed"),
+        (adapters, "_plain_forward", "forward"),
+        (adapters, "_plain_backward", "backward"),
+    ):
+        op = getattr(owner, name)
+        spy = lambda *given, word=word, op=op: (called.append(word), op(*given))[1]  # noqa: E731
+        monkeypatch.setattr(owner, name, spy)
+    return called
+
+
+def nearness(kind):
+    """The tolerance of gradients of adapters, which both round to 16 bit on a GPU, in other places."""
+    return tolerance(kind) if ON_CPU else 2 * tolerance(kind)
+
+
+def plain(model):
+    """The model with plain layers of the decoded weights."""
+    model = copy.deepcopy(model)
+    for path, layer in list(model.named_modules()):
+        weight = getattr(layer, "weight", None)
+        if not isinstance(layer, nn.Linear) or type(weight).__name__ == "Parameter":
+            continue
+        data, scales = quantized_parts(layer)
+        wide = data.float() * scales.float().view(-1, 1) / (127 if hasattr(layer, "state") else 1)
+        made = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, wide.device, model.dtype)
+        made.weight.data = wide.to(model.dtype)
+        if layer.bias is not None:
+            made.bias.data = layer.bias.data
+        parent, _, child = path.rpartition(".")
+        setattr(model.get_submodule(parent), child, made.requires_grad_(False))
+    return model
+
+
+def trained(device, kind, name="Llama", adapted=False, **options):
+    model, inputs = build(device, kind, name)
+    run(model, inputs)  # the first call of bitsandbytes' layers moves their scales
+    if adapted:
+        model.is_loaded_in_8bit = kind == "bitsandbytes"  # by which PEFT chooses its layers
+        options = {"r": 4, "target_modules": PROJECTIONS[name], "init_lora_weights": False, **options}
+        with pytest.warns(UserWarning, match="get_apply_tensor") if "torchao" in kind else contextlib.nullcontext():
+            model = peft.get_peft_model(model, peft.LoraConfig(**options))
+    model.enable_input_require_grads()
+    return model.train(), inputs
+
+
+def pair(fused_mlp, *rest, **options):
+    model, inputs = trained(*rest, **options)
+    fused = copy.deepcopy(model)
+    for each in (model, fused):  # hooks do not outlive copies
+        each.get_input_embeddings().requires_grad_(True)
+    return model, fused, fused_mlp.fuse_mlps(fused, memory=options.get("memory", "activations")), inputs
+
+
+@pytest.mark.parametrize("name", MODELS)
+@kinds
+def test_frozen(fused_mlp, device, ops, kind, name):
+    """A gradient goes through the weights to what comes before them, as it goes through decoded ones."""
+    model, fused, report, inputs = pair(fused_mlp, device, kind, name)
+    assert not report.left
+    exact = plain(model)
+    found = run(fused, inputs)
+    assert ops == BOTH_WAYS
+    assert_close(found, run(model, inputs), tolerance(kind))
+    assert_close(found, run(exact, inputs), 1e-4 if ON_CPU else 6e-2)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@kinds
+def test_adapters(fused_mlp, device, ops, kind, name):
+    model, fused, report, inputs = pair(fused_mlp, device, kind, name, adapted=True)
+    patterns = {module.pattern for module in report.fused}
+    wanted = f"{MODELS[name][3]} in {KINDS[kind][1]}"
+    assert any(each.startswith(wanted) and each.endswith(" with LoRA of rank 4") for each in patterns), patterns
+    found = run(fused, inputs)
+    assert ops == BOTH_WAYS
+    assert any("lora_A" in name for name in found[1])
+    assert_close(found, run(model, inputs), nearness(kind))
+    alike(lambda each: each.eval(), model, fused)
+    ops.clear()
+    with torch.no_grad():
+        assert_close(run(fused, inputs), run(model, inputs), tolerance(kind))
+
+
+@kinds
+def test_adapters_of_another_dtype_are_left(fused_mlp, device, ops, kind):
+    model, fused, _, inputs = pair(fused_mlp, device, kind, adapted=True)
+    for each in (model, fused):
+        for name, parameter in each.named_parameters():
+            if "lora_" in name and "layers.0.mlp.gate_proj" in name:
+                parameter.data = parameter.data.half()
+    assert_close(run(fused, inputs), run(model, inputs), max(nearness(kind), 6e-2))
+    assert ops == BOTH_WAYS[::MLPS]
+
+
+@pytest.mark.skipif(ON_CPU, reason="where the ops are forced, any number of rows is taken")
+def test_few_rows_are_left(fused_mlp, device, ops):
+    """torchao's product of int8 keeps the decoded weight for the backward: of few rows it takes less time."""
+    model, fused, report, _ = pair(fused_mlp, device, "torchao int8")
+    assert "trained from 16 rows on" in str(report)
+    for rows in (7, 8):
+        inputs = {"input_ids": torch.randint(3, 64, (2, rows), device=device)}
+        assert_close(run(fused, inputs), run(model, inputs), tolerance("torchao int8"))
+    assert ops == BOTH_WAYS
+
+
+@pytest.mark.parametrize("kind", TRAINED[1:])  # that of bitsandbytes fails by itself
+def test_a_trained_bias_is_left(fused_mlp, device, ops, kind):
+    model, fused, _, inputs = pair(fused_mlp, device, kind)
+    alike(lambda each: each.model.layers[0].mlp.gate_proj.bias.requires_grad_(True), model, fused)
+    assert_close(run(fused, inputs), run(model, inputs), tolerance(kind))
+    assert ops == BOTH_WAYS[::MLPS]
+
+
+def test_layers_that_round_x_are_left(fused_mlp, device, ops):
+    """torchao's products of int8 and FP8 that round x, whose gradient is none of the decoded weight, or none."""
+    model, _ = build(device, "torchao int8")
+    layer = nn.Linear(64, 256, device=device, dtype=model.dtype)
+    forwards = importlib.import_module(f"{fused_mlp.__name__}.models.running.forwards")
+    parts = importlib.import_module(f"{fused_mlp.__name__}.models.parts.quantized")
+    x = torch.randn(3, 64, device=device, dtype=model.dtype, requires_grad=True)
+    for made, takes in ((of_torchao("Float8WeightOnlyConfig")(layer), True), (of_rows(layer), False)):
+        found = parts.layer_of(made.requires_grad_(False))
+        assert (found.least_trained is not None) is takes
+        assert forwards._takes_blocked(x, [found]) is takes
+        assert parts.is_plainly_left(made, x) is not takes
+
+
+@pytest.mark.skipif(not ON_CPU, reason="on a GPU they are fused")
+@kinds
+def test_left_on_a_cpu(fused_mlp, device, ops, kind):
+    with fused_mlp.backend("auto"):
+        model, fused, _, inputs = pair(fused_mlp, device, kind, adapted=True)
+        assert_close(run(fused, inputs), run(model, inputs), tolerance(kind))
+    assert ops == []
+
+
+@kinds
+def test_autocast(fused_mlp, device, ops, kind):
+    """To the dtype of x nothing is cast; to another one layers and adapters are called."""
+    model, fused, _, inputs = pair(fused_mlp, device, kind, adapted=True)
+    if not ON_CPU:
+        found = run(fused, inputs, autocast=torch.bfloat16)
+        assert ops == BOTH_WAYS
+        assert_close(found, run(model, inputs, autocast=torch.bfloat16), nearness(kind))
+    ops.clear()
+    other = torch.bfloat16 if ON_CPU else torch.float16
+    assert_close(run(fused, inputs, autocast=other), run(model, inputs, autocast=other), max(nearness(kind), 6e-2))
+    assert ops == []
+
+
+def test_the_installed_version_is_known(fused_mlp):
+    number = lambda version: tuple(map(int, version.split(".")[:2]))  # noqa: E731
+    parts = importlib.import_module(f"{fused_mlp.__name__}.models.parts.adapters")
+    for kind in (peft.tuners.lora.bnb.Linear8bitLt, peft.tuners.lora.torchao.TorchaoLoraLinear):
+        found = parts._DIGESTS[f"{kind.__module__}.{kind.__qualname__}"][parts.digest(kind)]
+        assert number(found) <= number(peft.__version__)
