@@ -10,6 +10,8 @@
 namespace fused_mlp {
 
 constexpr int kCodedBlock = 64;  // elements of k that streamed kernels take at a time
+constexpr int kCodedRun = 4;  // blocks that they ask for at a time
+constexpr int kTableEntryBytes = 256;  // of the table of pairs: those of 32 lanes, half of it is not used
 constexpr int tiled_block_k(Coding coding) { return in_bytes(coding) ? 2 * kCodedBlock : kCodedBlock; }
 constexpr int block_bytes(Coding coding) { return in_bytes(coding) ? kCodedBlock : kCodedBlock / 2; }
 
@@ -42,23 +44,20 @@ struct CodedProblem {
 // A streamed kernel, as kernels.def lists it.
 struct CodedKernel {
   Coding coding;
-  int tokens, warps_m, warps_k, tiles_m, steps, stages, ctas;
+  int tokens, tiles_m, ahead, warps;
   bool operator==(const CodedKernel&) const = default;
 
-  constexpr int rows() const { return warps_m * tiles_m * 16; }
-  constexpr int columns(bool gated) const { return gated ? rows() / 2 : rows(); }
-  constexpr int threads() const { return warps_m * warps_k * 32; }
-  constexpr int blocks() const { return warps_k * steps; }  // of codes, of a row in a stage
-  constexpr int block_k() const { return blocks() * kCodedBlock; }
+  constexpr int columns(bool gated) const { return gated ? tiles_m * 8 : tiles_m * 16; }  // of a warp
+  constexpr int table_bytes() const { return coding == Coding::kFourBits ? 256 * kTableEntryBytes : 0; }
+};
 
-  constexpr int table_bytes() const { return coding == Coding::kFourBits ? 256 * 32 * 4 : 0; }
-  constexpr int scales_offset() const { return rows() * blocks() * block_bytes(coding); }
-  constexpr int tokens_offset() const { return scales_offset() + rows() * blocks() * 4; }
-  constexpr int stage_bytes() const { return tokens_offset() + tokens * block_k() * 2; }
-  constexpr int ring_bytes() const { return stages * stage_bytes(); }
-  constexpr int sum_stride() const { return rows() + 4; }  // no two lanes meet a bank when they write sums
-  constexpr int part_bytes() const { return tokens * sum_stride() * 4; }
-  constexpr int shared_bytes() const { return table_bytes() + ring_bytes() + warps_k * part_bytes(); }
+// How a CTA of a streamed kernel is cut at the launch: so many warps have other weight rows, and so many share k. Rows
+// of a come in `stages` parts of k, each of `steps` runs of kCodedRun blocks of every warp.
+struct CodedShape {
+  int warps_m, warps_k, split, steps;
+
+  constexpr int threads() const { return warps_m * warps_k * 32; }
+  constexpr int row_bytes() const { return steps * warps_k * kCodedRun * kCodedBlock * 2; }  // of a in a stage
 };
 
 }  // namespace fused_mlp
