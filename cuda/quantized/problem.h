@@ -10,8 +10,7 @@
 namespace fused_mlp {
 
 constexpr int kCodedBlock = 64;  // elements of k that streamed kernels take at a time
-constexpr int kCodedRun = 4;  // blocks that they ask for at a time
-constexpr int kTableEntryBytes = 256;  // of the table of pairs: those of 32 lanes, half of it is not used
+constexpr int kTableEntryBytes = 256;  // a pair of four bits for each of 32 lanes, and as much room
 constexpr int tiled_block_k(Coding coding) { return in_bytes(coding) ? 2 * kCodedBlock : kCodedBlock; }
 constexpr int block_bytes(Coding coding) { return in_bytes(coding) ? kCodedBlock : kCodedBlock / 2; }
 
@@ -44,20 +43,30 @@ struct CodedProblem {
 // A streamed kernel, as kernels.def lists it.
 struct CodedKernel {
   Coding coding;
-  int tokens, tiles_m, ahead, warps;
+  int tokens, warps_m, warps_k, tiles_m, steps, stages, ctas;
   bool operator==(const CodedKernel&) const = default;
 
-  constexpr int columns(bool gated) const { return gated ? tiles_m * 8 : tiles_m * 16; }  // of a warp
-  constexpr int table_bytes() const { return coding == Coding::kFourBits ? 256 * kTableEntryBytes : 0; }
-};
-
-// How a CTA of a streamed kernel is cut at the launch: so many warps have other weight rows, and so many share k. Rows
-// of a come in `stages` parts of k, each of `steps` runs of kCodedRun blocks of every warp.
-struct CodedShape {
-  int warps_m, warps_k, split, steps;
-
+  constexpr int rows() const { return warps_m * tiles_m * 16; }
+  constexpr int columns(bool gated) const { return gated ? rows() / 2 : rows(); }
   constexpr int threads() const { return warps_m * warps_k * 32; }
-  constexpr int row_bytes() const { return steps * warps_k * kCodedRun * kCodedBlock * 2; }  // of a in a stage
+  constexpr int blocks() const { return warps_k * steps; }  // of codes, of a row in a stage
+  constexpr int block_k() const { return blocks() * kCodedBlock; }
+
+  // Rows of a lie between the entries of the table of pairs, of which the lanes of a warp take half, and behind it.
+  constexpr bool has_table() const { return coding == Coding::kFourBits; }
+  constexpr int table_bytes() const { return has_table() ? 256 * kTableEntryBytes : 0; }
+  constexpr int token_stride() const { return has_table() ? kTableEntryBytes : kCodedBlock * 2; }  // of a row's blocks
+  constexpr int stage_tokens() const { return tokens * blocks() * token_stride(); }
+  constexpr int ring_offset() const {
+    const int bytes = stages * stage_tokens();
+    return bytes > table_bytes() ? bytes : table_bytes();
+  }
+  constexpr int scales_offset() const { return rows() * blocks() * block_bytes(coding); }
+  constexpr int stage_bytes() const { return scales_offset() + rows() * blocks() * 4; }
+  constexpr int ring_bytes() const { return stages * stage_bytes(); }
+  constexpr int sum_stride() const { return rows() + 4; }  // no two lanes meet a bank when they write sums
+  constexpr int part_bytes() const { return tokens * sum_stride() * 4; }
+  constexpr int shared_bytes() const { return ring_offset() + ring_bytes() + warps_k * part_bytes(); }
 };
 
 }  // namespace fused_mlp

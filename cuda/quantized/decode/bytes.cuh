@@ -16,14 +16,18 @@ template <Coding kCoding, typename Element>
 struct ByteDecoder {
   static constexpr int kBytes = 0;
 
-  static __device__ __forceinline__ float fill(uint8_t*, const CodedWeight& weight) {
+  template <int kThreads>
+  static __device__ __forceinline__ float fill(uint8_t*, float*, const CodedWeight& weight) {
     return weight.factor;
   }
 
-  static __device__ __forceinline__ void decode_16(uint32_t (&pairs)[8], const uint8_t*, uint32_t, const uint32_t (&words)[4]) {
+  static __device__ __forceinline__ void decode_16(uint32_t (&pairs)[8], const uint8_t*, uint32_t,
+                                                   const uint8_t* codes) {
+    const uint4 words = *reinterpret_cast<const uint4*>(codes);
+    const uint32_t each[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      ByteValues<kCoding, Element>::decode(pairs[2 * i], pairs[2 * i + 1], __byte_perm(words[i], 0, 0x3120));
+      ByteValues<kCoding, Element>::decode(pairs[2 * i], pairs[2 * i + 1], __byte_perm(each[i], 0, 0x3120));
     }
   }
 };

@@ -60,14 +60,16 @@ struct Int4Decoder : Integers<Element> {
   static constexpr uint32_t kFactors = Base::kHalf ? 0x30003C00u : 0x3E003F80u;
   static constexpr uint32_t kExcess = Base::kHalf ? 0xD800E400u : 0xC180C300u, kPlaces = 0x00080001u;
 
-  static __device__ __forceinline__ float fill(uint8_t*, const CodedWeight& weight) {
+  template <int kThreads>
+  static __device__ __forceinline__ float fill(uint8_t*, float*, const CodedWeight& weight) {
     return weight.factor;
   }
 
-  static __device__ __forceinline__ void decode_16(uint32_t (&pairs)[8], const uint32_t (&words)[2], uint32_t zero) {
+  static __device__ __forceinline__ void decode_16(uint32_t (&pairs)[8], const uint8_t* codes, uint32_t zero) {
+    const uint2 words = *reinterpret_cast<const uint2*>(codes);
     const uint32_t excess = zero * kPlaces + kExcess;
-    decode_8(pairs, words[0], excess);
-    decode_8(pairs + 4, words[1], excess);
+    decode_8(pairs, words.x, excess);
+    decode_8(pairs + 4, words.y, excess);
   }
 
  private:

@@ -11,8 +11,7 @@ namespace fused_mlp {
 template <typename Element>
 struct PairTable {
   static constexpr int kEntries = 256, kCopies = 32;
-  static constexpr int kEntryBytes = kTableEntryBytes;
-  static constexpr int kBytes = kEntries * kEntryBytes;
+  static constexpr int kBytes = kEntries * kTableEntryBytes;
   static constexpr int kFactors = 256;
 
   static __device__ __forceinline__ float factor(uint32_t index) { return 1.0f + index * (1.0f / kFactors); }
@@ -29,38 +28,45 @@ struct PairTable {
     return sum / (factor * factor);
   }
 
-  // Fills the table by all threads of a CTA, whole warps. Returns what sums are to be multiplied by. The table can be
-  // read after the next barrier.
-  static __device__ __forceinline__ float fill(uint8_t* table, const CodedWeight& weight) {
+  // Fills the table by the first kThreads threads of a CTA. Returns what sums are to be multiplied by. The table can be
+  // read, and the scratch memory of 8 bytes a warp written, after these threads' next barrier.
+  template <int kThreads>
+  static __device__ __forceinline__ float fill(uint8_t* table, float* scratch, const CodedWeight& weight) {
     const float* const code = weight.code;
-    __shared__ uint64_t best_of_warps[32];
-    const int threads = blockDim.x, thread = threadIdx.x;
-    uint64_t best = ~uint64_t{0};
-    for (int i = thread; i < kFactors; i += threads) {
-      best = min(best, static_cast<uint64_t>(__float_as_uint(loss(code, factor(i)))) << 32 | i);
-    }
+    static_assert(kThreads >= kFactors && kThreads % kEntries == 0);
+    constexpr int kWarps = kFactors / 32;
+    auto* const best_of_warps = reinterpret_cast<uint64_t*>(scratch);
+    const int thread = threadIdx.x;
+    if (thread < kFactors) {
+      uint64_t best = static_cast<uint64_t>(__float_as_uint(loss(code, factor(thread)))) << 32 | thread;
 #pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) best = min(best, __shfl_xor_sync(~0u, best, distance));
-    if (thread % 32 == 0) best_of_warps[thread / 32] = best;
-    __syncthreads();
-    for (int warp = 0; warp < threads / 32; ++warp) best = min(best, best_of_warps[warp]);
+      for (int distance = 16; distance > 0; distance /= 2) best = min(best, __shfl_xor_sync(~0u, best, distance));
+      if (thread % 32 == 0) best_of_warps[thread / 32] = best;
+    }
+    asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+    uint64_t best = best_of_warps[0];
+#pragma unroll
+    for (int warp = 1; warp < kWarps; ++warp) best = min(best, best_of_warps[warp]);
     const float chosen = factor(static_cast<uint32_t>(best));
-    constexpr int kPieces = kCopies / 4;
-    for (int i = thread; i < kEntries * kPieces; i += threads) {
-      const int entry = i / kPieces, piece = i % kPieces;
-      const uint32_t pair = round_pair<Element>(__ldg(code + entry / 16) * chosen, __ldg(code + entry % 16) * chosen);
-      *reinterpret_cast<uint4*>(table + entry * kEntryBytes + piece * 16) = make_uint4(pair, pair, pair, pair);
+    const int entry = thread % kEntries;
+    const uint32_t pair = round_pair<Element>(__ldg(code + entry / 16) * chosen, __ldg(code + entry % 16) * chosen);
+    constexpr int kPieces = kCopies / 4, kOfThread = kPieces * kEntries / kThreads;
+#pragma unroll
+    for (int i = 0; i < kOfThread; ++i) {
+      const int piece = (thread / kEntries * kOfThread + i + thread) % kPieces;
+      *reinterpret_cast<uint4*>(table + entry * kTableEntryBytes + piece * 16) = make_uint4(pair, pair, pair, pair);
     }
     return 1.0f / chosen;
   }
 
-  // The elements of 16 codes, in pairs; `of_lane` is the place of the lane's copy in an entry.
+  // The elements of 16 codes, in pairs. The code is the second byte of a pair's place, the lane's copy,
+  // `of_lane`, the first.
   static __device__ __forceinline__ void decode_16(uint32_t (&pairs)[8], const uint8_t* table, uint32_t of_lane,
-                                                   const uint32_t (&words)[2]) {
+                                                   const uint8_t* codes) {
+    const uint2 words = *reinterpret_cast<const uint2*>(codes);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      // The code is the second byte of the place.
-      const uint32_t place = __byte_perm(words[i / 4], of_lane, 0x5504 + i % 4 * 16);
+      const uint32_t place = __byte_perm(i < 4 ? words.x : words.y, of_lane, 0x5504 + i % 4 * 16);
       pairs[i] = *reinterpret_cast<const uint32_t*>(table + place);
     }
   }

@@ -29,9 +29,8 @@ struct StackDecoder<Element, StackCoding::kFp8> {
   template <int kPieces>
   static __device__ __forceinline__ void decode(uint32_t (&pairs)[8], const uint8_t* codes, int row, int block,
                                                 int quarter, RawScales) {
-    const uint4 four = *reinterpret_cast<const uint4*>(codes + swizzled<kPieces>(row, block * 4 + quarter) * 16);
-    const uint32_t words[4] = {four.x, four.y, four.z, four.w};
-    ByteDecoder<Coding::kFp8, Element>::decode_16(pairs, nullptr, 0, words);
+    ByteDecoder<Coding::kFp8, Element>::decode_16(pairs, nullptr, 0,
+                                                  codes + swizzled<kPieces>(row, block * 4 + quarter) * 16);
   }
   static __device__ __forceinline__ void order(uint32_t (&)[4]) {}
   static __device__ __forceinline__ RawScales load(const CodedStack& weight, int at, int block) {

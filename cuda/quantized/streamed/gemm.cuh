@@ -1,5 +1,5 @@
-// The GEMM of few rows of a with quantised weights. Its time is that of reading the codes, which go from memory to
-// registers and are decoded there, on their way to the tensor cores.
+// The GEMM of few rows of a with quantised weights. Its time is that of reading the codes, which pass through
+// shared memory once, and are decoded on their way to the tensor cores.
 //
 // Weight rows are the M side of the products and rows of a (tokens) the N side, as in the streamed GEMM of sm80/. The
 // sum over k does not depend on which element of k is which in an instruction, so each lane multiplies 16 adjacent
@@ -7,9 +7,7 @@
 // alone, and are multiplied by the block's scale in float32: only codes are rounded, and those of FP8 and integers are
 // not.
 //
-// A warp has weight rows of its own and asks for their codes some blocks ahead, without waiting for other warps: these
-// share rows of a, which lie in shared memory. Warps may share k too, and so may the CTAs of a cluster. Their sums are
-// added in the order of CTAs and warps.
+// Warps share k, and so may the CTAs of a cluster. Their sums are added in the order of CTAs and warps.
 #pragma once
 
 #include <type_traits>
@@ -29,7 +27,7 @@ struct CodedGemmArgs {
   EpilogueArgs epilogue;
   int m, n, k;
   int tiles_m, tiles;
-  CodedShape shape;
+  int split;  // CTAs of a cluster, which share k
 };
 
 template <typename Element_, bool kGated_, CodedKernel kKernel_>
@@ -42,173 +40,315 @@ struct CodedGemm {
   static constexpr Product kProduct = kGated_ ? Product::kGated : Product::kPlain;
   static constexpr bool kGated = kGated_;
   static constexpr int kTokens = kKernel.tokens, kTilesN = kTokens / 8;
+  static constexpr int kWarpsM = kKernel.warps_m, kWarpsK = kKernel.warps_k;
   static constexpr int kTilesM = kKernel.tiles_m;  // of 16 weight rows, of a warp
-  static constexpr int kAhead = kKernel.ahead;     // runs of blocks that are on their way
-  static constexpr int kThreads = kKernel.warps * 32;
-  static constexpr int kStages = kTokens > 16 ? 3 : 4;  // of rows of a
+  static constexpr int kSteps = kKernel.steps;     // blocks of codes that a warp multiplies in a stage
+  static constexpr int kStages = kKernel.stages;
+  static constexpr int kThreads = kKernel.threads();
 
-  static constexpr int kUnitBytes = block_bytes(kCoding), kLaneWords = kUnitBytes / 16;
+  static constexpr int kRows = kKernel.rows();  // weight rows of a tile
+  static constexpr int kColumns = kKernel.columns(kGated);
+  static constexpr int kBlocks = kKernel.blocks(), kBlockK = kKernel.block_k();
+
+  static constexpr int kUnitBytes = block_bytes(kCoding), kLaneBytes = kUnitBytes / 4;
+  static constexpr int kRowBytes = kBlocks * kUnitBytes;
+  static constexpr int kTokenStride = kKernel.token_stride(), kStageTokens = kKernel.stage_tokens();
+  static constexpr int kTokensOffset = kKernel.has_table() ? kTableEntryBytes / 2 : 0;
+  static constexpr int kScalesOffset = kKernel.scales_offset();
+  static constexpr int kStageBytes = kKernel.stage_bytes();
+  static constexpr int kSumStride = kKernel.sum_stride(), kPartFloats = kKernel.part_bytes() / 4;
   static_assert(Decoder::kBytes == kKernel.table_bytes());
+
+  // Units of 32 or 64 bytes, a block of a row each, change places so that the rows that are read at a time lie in
+  // distinct banks.
+  static constexpr int kOfLine = 128 / kUnitBytes;
+  static constexpr int kUnits = kBlocks < kOfLine ? kBlocks : kOfLine, kRowsOfLine = kOfLine / kUnits;
+  static __device__ __forceinline__ int swizzled(int row, int block) { return block ^ row / kRowsOfLine % kUnits; }
 };
 
-// The codes of a warp's rows: some runs of blocks of k, each lane's in its registers.
+__device__ __forceinline__ void cp_async_4(uint32_t shared, const void* global, bool present) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(present ? 4 : 0)
+               : "memory");
+}
+
+// The copies of a CTA, which run ahead of its products from tile to tile.
 template <typename Gemm>
-struct CodedStream {
-  static constexpr int kWords = Gemm::kLaneWords, kTilesM = Gemm::kTilesM;
-  using Codes = uint32_t[kCodedRun][kTilesM][2][kWords];
-  using Scales = float[kTilesM][2];
+struct CodedCopies {
+  using Element = typename Gemm::Element;
+  static constexpr int kThreads = Gemm::kThreads;
+  static constexpr int kPieces = Gemm::kRowBytes / 16, kRowsOfPass = kThreads / kPieces;
+  static constexpr int kPasses = Gemm::kRows / kRowsOfPass;
+  static constexpr int kScales = Gemm::kRows * Gemm::kBlocks, kScalePasses = (kScales + kThreads - 1) / kThreads;
+  static constexpr int kTokenPieces = Gemm::kBlockK / 8;
+  static constexpr int kTokenPasses = Gemm::kTokens * kTokenPieces / kThreads;
+  static_assert(Gemm::kRows % kRowsOfPass == 0 && Gemm::kTokens * kTokenPieces % kThreads == 0);
+  static_assert(kScales % kThreads == 0 || kScalePasses == 1);
 
   const CodedGemmArgs& args;
-  const int begin, end, step, of_tile;  // runs of this CTA; tiles between those of this CTA; runs of a tile's warp
-  const int quarter;
-  int tile, run, left;
-  int64_t codes[kTilesM][2];
-  int scales[kTilesM][2];
+  const int begin, end, step;  // blocks of k in each tile; tiles between those of this CTA
+  int tile, block;
+  const uint8_t* weights[kPasses];
+  const float* scales[kScalePasses];
+  const Element* tokens[kTokenPasses];  // null where there is no such token
 
-  __device__ __forceinline__ CodedStream(const CodedGemmArgs& args, int begin, int end, int tile, int step, int of_tile)
-      : args(args), begin(begin), end(end), step(step), of_tile(of_tile), quarter(threadIdx.x % 4), tile(tile) {
+  __device__ __forceinline__ CodedCopies(const CodedGemmArgs& args, int begin, int end, int tile, int step)
+      : args(args), begin(begin), end(end), step(step), tile(tile), block(begin) {
     aim();
   }
 
-  __device__ __forceinline__ static int warp_m(const CodedGemmArgs& args) {
-    return threadIdx.x / 32 % args.shape.warps_m;
+  static __device__ __forceinline__ int first_column(const CodedGemmArgs& args, int tile) {
+    return tile / args.tiles_m * Gemm::kColumns;
   }
-  __device__ __forceinline__ static int warp_k(const CodedGemmArgs& args) {
-    return threadIdx.x / 32 / args.shape.warps_m;
+  static __device__ __forceinline__ int first_token(const CodedGemmArgs& args, int tile) {
+    return tile % args.tiles_m * Gemm::kTokens;
   }
 
-  // The rows of a tile of this warp. Eight gate rows come before the up rows of the same columns: so one lane has
-  // both. The last row stands for those past the end.
+  // Calls use(weight, row of the weight) for a row of a tile. Eight gate rows come before the up rows of the same
+  // columns: so one lane has both. The last row stands for those past the end.
+  template <typename Use>
+  __device__ __forceinline__ void with_row(int row, Use&& use) const {
+    const bool up = Gemm::kGated && row / 8 % 2 == 1;
+    const int column = first_column(args, tile) + (Gemm::kGated ? row / 16 * 8 + row % 8 : row);
+    use(up ? args.up_weight : args.weight, static_cast<int64_t>(min(column, args.n - 1)));
+  }
+
   __device__ __forceinline__ void aim() {
-    run = begin + warp_k(args);
-    left = of_tile;
+    const int thread = threadIdx.x;
 #pragma unroll
-    for (int i = 0; i < kTilesM; ++i) {
+    for (int pass = 0; pass < kPasses; ++pass) {
+      with_row(pass * kRowsOfPass + thread / kPieces, [&](const CodedWeight& weight, int64_t row) {
+        weights[pass] = weight.data + (row * (args.k / kCodedBlock) * Gemm::kUnitBytes + thread % kPieces * 16);
+      });
+    }
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const bool up = Gemm::kGated && half == 1;
-        const int group = (tile / args.tiles_m * args.shape.warps_m + warp_m(args)) * kTilesM + i;
-        const int column = (Gemm::kGated ? group * 8 : group * 16 + half * 8) + threadIdx.x % 32 / 4;
-        const CodedWeight& weight = up ? args.up_weight : args.weight;
-        const int64_t row = min(column, args.n - 1);
-        codes[i][half] = reinterpret_cast<int64_t>(weight.data) + row * (args.k / kCodedBlock) * Gemm::kUnitBytes +
-                         quarter * (kWords * 4) + int64_t{run} * (kCodedRun * Gemm::kUnitBytes);
-        scales[i][half] = static_cast<int>(row / weight.scale_rows * weight.scale_stride);
+    for (int pass = 0; pass < kScalePasses; ++pass) {
+      const int index = pass * kThreads + thread;
+      with_row(min(index / Gemm::kBlocks, Gemm::kRows - 1), [&](const CodedWeight& weight, int64_t row) {
+        scales[pass] = weight.scales + row / weight.scale_rows * weight.scale_stride;
+      });
+    }
+#pragma unroll
+    for (int pass = 0; pass < kTokenPasses; ++pass) {
+      const int index = pass * kThreads + thread, token = first_token(args, tile) + index / kTokenPieces;
+      const Element* const row = static_cast<const Element*>(args.a.data) + token * args.a.row_stride;
+      tokens[pass] = token < args.m ? row + index % kTokenPieces * 8 : nullptr;
+    }
+  }
+
+  __device__ __forceinline__ void load_weights(uint32_t stage) const {
+    const int thread = threadIdx.x, first = block * Gemm::kBlockK;
+    {
+      constexpr int kOfUnit = Gemm::kUnitBytes / 16;
+      const int row = thread / kPieces, piece = thread % kPieces;
+      const uint32_t shared = stage + row * Gemm::kRowBytes + Gemm::swizzled(row, piece / kOfUnit) * Gemm::kUnitBytes +
+                              piece % kOfUnit * 16;
+      static_assert(kRowsOfPass % 4 == 0, "the swizzle is the same in each pass");
+      const bool present = first + piece / kOfUnit * kCodedBlock < args.k;
+      const int64_t offset = present ? static_cast<int64_t>(first) / kCodedBlock * Gemm::kUnitBytes : 0;
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) {
+        sm80::cp_async_16(shared + pass * kRowsOfPass * Gemm::kRowBytes, weights[pass] + offset, present);
       }
     }
-  }
-
-  __device__ __forceinline__ bool present(int block) const {
-    return tile < args.tiles && run < end && run * kCodedRun + block < args.k / kCodedBlock;
-  }
-
-  __device__ __forceinline__ static void load(uint32_t (&words)[kWords], int64_t address) {
-    if constexpr (kWords == 2) {
-      asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];"
-                   : "=r"(words[0]), "=r"(words[1])
-                   : "l"(address));
-    } else {
-      asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                   : "l"(address));
+#pragma unroll
+    for (int pass = 0; pass < kScalePasses; ++pass) {
+      const int index = pass * kThreads + thread, row = index / Gemm::kBlocks, scale = index % Gemm::kBlocks;
+      if (kScales % kThreads != 0 && index >= kScales) continue;
+      const bool present = first + scale * kCodedBlock < args.k;
+      cp_async_4(stage + Gemm::kScalesOffset + (scale * Gemm::kRows + row) * 4,
+                 scales[pass] + (present ? first / kCodedBlock + scale >> args.weight.scale_shift : 0), present);
     }
   }
 
-  __device__ __forceinline__ void load_codes(Codes& to, int block) const {
-    if (!present(block)) return;
+  // The values in the places of rows past the last token do not matter: their sums are not stored.
+  __device__ __forceinline__ void load_tokens(uint32_t to) const {
+    const int first = block * Gemm::kBlockK;
 #pragma unroll
-    for (int i = 0; i < kTilesM; ++i) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) load(to[block][i][half], codes[i][half] + block * Gemm::kUnitBytes);
-    }
-  }
-
-  // A lane has the scale of one block of the run.
-  __device__ __forceinline__ void load_scales(Scales& to) const {
-    if (!present(quarter)) return;
-#pragma unroll
-    for (int i = 0; i < kTilesM; ++i) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float* const of_weight = Gemm::kGated && half == 1 ? args.up_weight.scales : args.weight.scales;
-        to[i][half] = __ldg(of_weight + (scales[i][half] + (run * kCodedRun + quarter >> args.weight.scale_shift)));
-      }
+    for (int pass = 0; pass < kTokenPasses; ++pass) {
+      if (tokens[pass] == nullptr) continue;
+      const int index = pass * kThreads + threadIdx.x, row = index / kTokenPieces, piece = index % kTokenPieces;
+      const bool present = first + piece * 8 < args.k;
+      const uint32_t unit = to + (row * Gemm::kBlocks + piece / 8) * Gemm::kTokenStride;
+      sm80::cp_async_16(unit + (piece % 8 ^ row % 2) * 16, tokens[pass] + (present ? first : 0), present);
     }
   }
 
   __device__ __forceinline__ void advance() {
-    run += args.shape.warps_k;
-    if (--left == 0) {
-      tile += step;
-      if (tile < args.tiles) aim();
-      return;
+    if (++block < end) return;
+    block = begin;
+    tile += step;
+    if (tile < args.tiles) aim();
+  }
+
+  // They are a group also where there is no next block: so that the number of groups behind a block's is always the
+  // same.
+  __device__ __forceinline__ void start(uint32_t stage, uint32_t to) {
+    if (tile < args.tiles) {
+      load_weights(stage);
+      load_tokens(to);
+      advance();
     }
-#pragma unroll
-    for (int i = 0; i < kTilesM; ++i) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        codes[i][half] += int64_t{args.shape.warps_k} * (kCodedRun * Gemm::kUnitBytes);
+    sm80::cp_async_commit();
+  }
+
+  // Starts the weights of the first blocks, for all stages but one.
+  __device__ __forceinline__ void fill_weights(uint32_t ring) {
+#pragma unroll 1
+    for (int stage = 0; stage < Gemm::kStages - 1 && tile < args.tiles; ++stage) {
+      load_weights(ring + stage * Gemm::kStageBytes);
+      advance();
+    }
+  }
+
+  // The rows of a that belong to them.
+  __device__ __forceinline__ void fill_tokens(uint32_t to) {
+#pragma unroll 1
+    for (int stage = 0; stage < Gemm::kStages - 1; ++stage) {
+      if (tile < args.tiles) {
+        load_tokens(to + stage * Gemm::kStageTokens);
+        advance();
       }
+      sm80::cp_async_commit();
     }
+  }
+};
+
+// Hides from the compiler how a value is made: it stays in a register, rather than being made anew in a loop.
+__device__ __forceinline__ uint32_t kept(uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
+// The place of a thread in the products. `row` is its weight row, and its row of a, of eight.
+template <typename Gemm>
+struct CodedLane {
+  const int warp_m, warp_k, row, quarter;
+  uint32_t codes[Gemm::kSteps];  // the places of what it reads first, from the begin of each
+  const uint32_t scales, tokens, table;
+
+  __device__ __forceinline__ CodedLane()
+      : warp_m(threadIdx.x / 32 % Gemm::kWarpsM),
+        warp_k(threadIdx.x / 32 / Gemm::kWarpsM),
+        row(threadIdx.x % 32 / 4),
+        quarter(threadIdx.x % 4),
+        scales(kept((warp_k * Gemm::kSteps * Gemm::kRows + tile_row(0, 0)) * 4)),
+        tokens(kept((row * Gemm::kBlocks + warp_k * Gemm::kSteps) * Gemm::kTokenStride + (2 * quarter ^ row % 2) * 16)),
+        table(kept(threadIdx.x % 32 * 4)) {
+#pragma unroll
+    for (int step = 0; step < Gemm::kSteps; ++step) {
+      const int unit = Gemm::swizzled(row, warp_k * Gemm::kSteps + step);
+      codes[step] =
+          kept(tile_row(0, 0) * Gemm::kRowBytes + unit * Gemm::kUnitBytes + quarter * Gemm::kLaneBytes);
+    }
+  }
+
+  // A row of tile `i` of the warp, of those of the CTA's tile: the lane's, or the one 8 below it.
+  __device__ __forceinline__ int tile_row(int i, int half) const {
+    return (warp_m * Gemm::kTilesM + i) * 16 + half * 8 + row;
   }
 };
 
 template <typename Gemm>
 using CodedSums = float[Gemm::kTilesM][Gemm::kTilesN][4];
 
-// Rows of a in a ring of stages of shared memory, each so many rows of shape.row_bytes().
+// A stage of the ring, as a lane reads a block of 64 elements of k from it.
 template <typename Gemm>
-struct CodedTokens {
-  using Element = typename Gemm::Element;
-  const CodedGemmArgs& args;
-  const uint32_t ring;
-  const int begin, stages;  // the first run of k; stages of this CTA's k
+struct CodedStage {
+  const uint8_t* const stage;
+  const uint8_t* const first_tokens;
+  const CodedLane<Gemm>& lane;
+  const int step;  // of the warp's blocks
 
-  // Asks for stage `index` of a tile's rows. Those past the last token are not read, here and in the products.
-  __device__ __forceinline__ void start(int index, int slot, int first_token) const {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row_bytes = args.shape.row_bytes();
-    const int first = begin * kCodedRun * kCodedBlock + index * (row_bytes / 2);
-    const int pieces = min(row_bytes / 16, (args.k - first) / 8), tokens = min(Gemm::kTokens, args.m - first_token);
-    for (int token = warp; token < tokens; token += blockDim.x / 32) {
-      const Element* const row =
-          static_cast<const Element*>(args.a.data) + (first_token + token) * args.a.row_stride + first;
-      const uint32_t to = ring + (slot * Gemm::kTokens + token) * row_bytes;
-      for (int piece = lane; piece < pieces; piece += 32) {
-        sm80::cp_async_16(to + (piece ^ token % 2) * 16, row + piece * 8, true);
+  // The lane's 16 codes.
+  __device__ __forceinline__ const uint8_t* codes(int i, int half) const {
+    return stage + lane.codes[step] + (i * 16 + half * 8) * Gemm::kRowBytes;
+  }
+  __device__ __forceinline__ float scale(int i, int half) const {
+    const uint8_t* const first = stage + lane.scales + Gemm::kScalesOffset;
+    return *reinterpret_cast<const float*>(first + (step * Gemm::kRows + i * 16 + half * 8) * 4);
+  }
+  // Half of the 16 elements of a that belong to the lane's codes.
+  __device__ __forceinline__ uint4 tokens(int n, int half) const {
+    const uint8_t* const first = first_tokens + (lane.tokens ^ half * 16);
+    return *reinterpret_cast<const uint4*>(first + (n * 8 * Gemm::kBlocks + step) * Gemm::kTokenStride);
+  }
+};
+
+// sums += scale * (codes a^T) of one block. Of rows of a, the first `tokens` are read.
+template <typename Gemm, typename Stage>
+__device__ __forceinline__ void multiply_block(CodedSums<Gemm>& sums, const Stage& stage, const uint8_t* table,
+                                               int tokens) {
+  using Element = typename Gemm::Element;
+  uint32_t codes[Gemm::kTilesM][4][4];
+  float scales[Gemm::kTilesM][2];
+#pragma unroll
+  for (int i = 0; i < Gemm::kTilesM; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t pairs[8];
+      if constexpr (Gemm::kCoding == Coding::kInt4) {
+        scales[i][half] = stage.scale(i, half);
+        Gemm::Decoder::decode_16(pairs, stage.codes(i, half), take_zero(scales[i][half]));
+      } else {
+        Gemm::Decoder::decode_16(pairs, table, stage.lane.table, stage.codes(i, half));
+        scales[i][half] = stage.scale(i, half);
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        codes[i][j][half] = pairs[2 * j];
+        codes[i][j][half + 2] = pairs[2 * j + 1];
       }
     }
   }
-};
+#pragma unroll
+  for (int n = 0; n < Gemm::kTilesN; ++n) {
+    uint4 first{}, second{};
+    if (n * 8 + stage.lane.row < tokens) {
+      first = stage.tokens(n, 0);
+      second = stage.tokens(n, 1);
+    }
+    const uint32_t pairs[4][2] = {{first.x, first.y}, {first.z, first.w}, {second.x, second.y}, {second.z, second.w}};
+    float of_block[Gemm::kTilesM][4] = {};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+#pragma unroll
+      for (int i = 0; i < Gemm::kTilesM; ++i) sm80::Mma<Element>::multiply(of_block[i], codes[i][j], pairs[j]);
+    }
+#pragma unroll
+    for (int i = 0; i < Gemm::kTilesM; ++i) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) sums[i][n][c] = fmaf(of_block[i][c], scales[i][c / 2], sums[i][n][c]);
+    }
+  }
+}
 
 // The sums of CTAs and warps, in shared memory, each [token, row].
 template <typename Gemm>
 struct CodedParts {
   float* const own;
-  const CodedShape& shape;
+  const int split;
 
-  __device__ __forceinline__ int rows() const { return shape.warps_m * Gemm::kTilesM * 16; }
-  __device__ __forceinline__ int stride() const { return rows() + 4; }  // no two lanes meet a bank when they write
-
-  __device__ __forceinline__ void put(const CodedSums<Gemm>& sums, int warp_m, int warp_k, int tokens) const {
-    const int lane = threadIdx.x % 32;
-    float* const part = own + warp_k * Gemm::kTokens * stride() + warp_m * Gemm::kTilesM * 16 + lane / 4;
+  __device__ __forceinline__ void put(const CodedSums<Gemm>& sums, const CodedLane<Gemm>& lane) const {
+    float* const part = own + lane.warp_k * Gemm::kPartFloats;
 #pragma unroll
-    for (int n = 0; n < Gemm::kTilesN; ++n) {
+    for (int i = 0; i < Gemm::kTilesM; ++i) {
 #pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const int token = n * 8 + lane % 4 * 2 + c % 2;
-        if (token >= tokens) continue;
+      for (int n = 0; n < Gemm::kTilesN; ++n) {
 #pragma unroll
-        for (int i = 0; i < Gemm::kTilesM; ++i) part[token * stride() + i * 16 + c / 2 * 8] = sums[i][n][c];
+        for (int c = 0; c < 4; ++c) {
+          const int token = n * 8 + lane.quarter * 2 + c % 2;
+          part[token * Gemm::kSumStride + lane.tile_row(i, c / 2)] = sums[i][n][c];
+        }
       }
     }
   }
 
   __device__ __forceinline__ float sum(int token, int row) const {
-    const float* const place = own + token * stride() + row;
+    const float* const place = own + token * Gemm::kSumStride + row;
     float sum = 0.0f;
-    for (int rank = 0; rank < shape.split; ++rank) {
-      for (int warp = 0; warp < shape.warps_k; ++warp) sum += load(place + warp * Gemm::kTokens * stride(), rank);
+    for (int rank = 0; rank < split; ++rank) {
+#pragma unroll
+      for (int warp = 0; warp < Gemm::kWarpsK; ++warp) sum += load(place + warp * Gemm::kPartFloats, rank);
     }
     return sum;
   }
@@ -216,7 +356,7 @@ struct CodedParts {
   // All CTAs have put their sums, or have read them.
   __device__ __forceinline__ void sync() const {
 #if __CUDA_ARCH__ >= 900
-    if (shape.split > 1) {
+    if (split > 1) {
       asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
       return;
     }
@@ -227,7 +367,7 @@ struct CodedParts {
  private:
   __device__ __forceinline__ float load(const float* place, int rank) const {
 #if __CUDA_ARCH__ >= 900
-    if (shape.split > 1) {
+    if (split > 1) {
       float value;
       asm volatile("{.reg .b32 mapped;\nmapa.shared::cluster.u32 mapped, %1, %2;\nld.shared::cluster.f32 %0, [mapped];}"
                    : "=f"(value)
@@ -240,75 +380,16 @@ struct CodedParts {
   }
 };
 
-// sums += scale * (codes a^T) of one block. `tokens` is the place of the lane's first 8 elements of its row of a, and
-// the other 8 lie at that xor 16.
-template <typename Gemm>
-__device__ __forceinline__ void multiply_block(CodedSums<Gemm>& sums,
-                                               const uint32_t (&words)[Gemm::kTilesM][2][Gemm::kLaneWords],
-                                               const float (&lane_scales)[Gemm::kTilesM][2], int block,
-                                               uint32_t tokens, int rows, int row_bytes, const uint8_t* table,
-                                               uint32_t of_lane) {
-  using Element = typename Gemm::Element;
-  uint32_t codes[Gemm::kTilesM][4][4];
-  float scales[Gemm::kTilesM][2];
-#pragma unroll
-  for (int i = 0; i < Gemm::kTilesM; ++i) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      scales[i][half] = __shfl_sync(~0u, lane_scales[i][half], block, 4);
-      uint32_t pairs[8];
-      if constexpr (Gemm::kCoding == Coding::kInt4) {
-        Gemm::Decoder::decode_16(pairs, words[i][half], take_zero(scales[i][half]));
-      } else {
-        Gemm::Decoder::decode_16(pairs, table, of_lane, words[i][half]);
-      }
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        codes[i][j][half] = pairs[2 * j];
-        codes[i][j][half + 2] = pairs[2 * j + 1];
-      }
-    }
-  }
-#pragma unroll
-  for (int n = 0; n < Gemm::kTilesN; ++n) {
-    uint4 first{}, second{};
-    if (n * 8 < rows) {
-      const uint32_t place = tokens + n * 8 * row_bytes;
-      first = sm80::load_shared_uint4(place);
-      second = sm80::load_shared_uint4(place ^ 16);
-    }
-    const uint32_t pairs[4][2] = {{first.x, first.y}, {first.z, first.w}, {second.x, second.y}, {second.z, second.w}};
-    float of_block[Gemm::kTilesM][4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-#pragma unroll
-      for (int i = 0; i < Gemm::kTilesM; ++i) {
-        if (j == 0) {
-          sm80::Mma<Element>::set(of_block[i], codes[i][j], pairs[j]);
-        } else {
-          sm80::Mma<Element>::multiply(of_block[i], codes[i][j], pairs[j]);
-        }
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < Gemm::kTilesM; ++i) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) sums[i][n][c] = fmaf(of_block[i][c], scales[i][c / 2], sums[i][n][c]);
-    }
-  }
-}
-
-// Each thread finishes some elements.
+// Each of kThreads threads finishes some elements.
 template <typename Gemm>
 __device__ __forceinline__ void store_tile(const CodedGemmArgs& args, const CodedParts<Gemm>& parts, float unscale,
                                            int rank, int first_token, int first_column) {
   using Element = typename Gemm::Element;
   const EpilogueArgs& epilogue = args.epilogue;
   const CodedActivation<Element> activate{epilogue.activation};
-  const int columns = Gemm::kGated ? parts.rows() / 2 : parts.rows(), threads = blockDim.x;
-  const int items = columns * min(Gemm::kTokens, args.m - first_token);
-  for (int item = rank * threads + threadIdx.x; item < items; item += args.shape.split * threads) {
-    const int local = item % columns, token = item / columns, column = first_column + local;
+  const int items = Gemm::kColumns * min(Gemm::kTokens, args.m - first_token);
+  for (int item = rank * Gemm::kThreads + threadIdx.x; item < items; item += parts.split * Gemm::kThreads) {
+    const int local = item % Gemm::kColumns, token = item / Gemm::kColumns, column = first_column + local;
     if (column >= args.n) continue;
     float value[1];
     GluEpilogue<Gemm::kProduct>::apply(value, activate, [&](Operand operand, auto&& take) {
@@ -324,96 +405,51 @@ __device__ __forceinline__ void store_tile(const CodedGemmArgs& args, const Code
 }
 
 template <typename Gemm>
-__global__ void __launch_bounds__(Gemm::kThreads)
+__global__ void __launch_bounds__(Gemm::kThreads, Gemm::kKernel.ctas)
     coded_gemm_kernel(const __grid_constant__ CodedGemmArgs args) {
   extern __shared__ __align__(128) uint8_t raw_shared[];
-  using Stream = CodedStream<Gemm>;
-  const CodedShape& shape = args.shape;
-  const int clusters = gridDim.x / shape.split, cluster = blockIdx.x / shape.split, rank = blockIdx.x % shape.split;
-  const int runs = (args.k / kCodedBlock + kCodedRun - 1) / kCodedRun;
-  const int begin = rank * runs / shape.split, end = (rank + 1) * runs / shape.split;
-  const int of_stage = shape.steps * shape.warps_k, stages = (end - begin + of_stage - 1) / of_stage;
-  const bool stays = stages <= Gemm::kStages && args.tiles_m == 1;
-  const int warp_m = Stream::warp_m(args), warp_k = Stream::warp_k(args);
-  const int row_bytes = shape.row_bytes(), row = threadIdx.x % 32 / 4, quarter = threadIdx.x % 4;
-  const uint32_t ring = sm80::shared_address(raw_shared) + Gemm::Decoder::kBytes;
-  const int stage_bytes = Gemm::kTokens * row_bytes;
-  const CodedParts<Gemm> parts{
-      reinterpret_cast<float*>(raw_shared + Gemm::Decoder::kBytes + Gemm::kStages * stage_bytes), shape};
-  const CodedTokens<Gemm> tokens{args, ring, begin, stages};
+  uint8_t* const ring = raw_shared + Gemm::kKernel.ring_offset();
+  uint8_t* const tokens = raw_shared + Gemm::kTokensOffset;
+  const int clusters = gridDim.x / args.split, cluster = blockIdx.x / args.split, rank = blockIdx.x % args.split;
+  const int blocks = (args.k + Gemm::kBlockK - 1) / Gemm::kBlockK;
+  const int begin = rank * blocks / args.split, end = (rank + 1) * blocks / args.split;
+  const CodedLane<Gemm> lane;
+  const CodedParts<Gemm> parts{reinterpret_cast<float*>(ring + Gemm::kKernel.ring_bytes()), args.split};
 
   allow_next_kernel();
-  Stream stream(args, begin, end, cluster, clusters, stages * shape.steps);
-  typename Stream::Codes codes[Gemm::kAhead];
-  typename Stream::Scales scales[Gemm::kAhead + 1] = {};
-#pragma unroll
-  for (int i = 0; i < Gemm::kAhead; ++i) {
-    stream.load_scales(scales[i]);
-#pragma unroll
-    for (int block = 0; block < kCodedRun; ++block) stream.load_codes(codes[i], block);
-    stream.advance();
-  }
-  const float unscale = Gemm::Decoder::fill(raw_shared, args.weight);
+  CodedCopies<Gemm> copies(args, begin, end, cluster, clusters);
+  CodedCopies<Gemm> ahead = copies;
+  ahead.fill_weights(sm80::shared_address(ring));
+  const float unscale = Gemm::Decoder::template fill<Gemm::kThreads>(raw_shared, parts.own, args.weight);
   wait_for_previous_kernel();
-  const auto first_token = [&](int tile) { return tile % args.tiles_m * Gemm::kTokens; };
-  // Asks for a stage of a tile, or of one behind it where rows of a do not stay.
-  const auto start = [&](int index, int slot, int tile) {
-    if (!stays) {
-      tile += index / stages * clusters;
-      index %= stages;
-    }
-    if (index < stages && tile < args.tiles) tokens.start(index, slot, first_token(tile));
-    sm80::cp_async_commit();
-  };
-#pragma unroll 1
-  for (int index = 0; index < Gemm::kStages - 1; ++index) start(index, index, cluster);
-  int slot = 0;
+  copies.fill_tokens(sm80::shared_address(tokens));
+  int reading = 0, writing = Gemm::kStages - 1;
+  const auto after = [](int stage) { return stage + 1 == Gemm::kStages ? 0 : stage + 1; };
 #pragma unroll 1
   for (int tile = cluster; tile < args.tiles; tile += clusters) {
     CodedSums<Gemm> sums = {};
-    const bool again = stays && tile != cluster;
-    const int present = args.m - first_token(tile) - row;  // rows of a from the lane's first one on
+    const int present = args.m - CodedCopies<Gemm>::first_token(args, tile);
 #pragma unroll 1
-    for (int index = 0; index < stages; ++index) {
-      if (!again) {
-        sm80::cp_async_wait<Gemm::kStages - 2>();
-        __syncthreads();  // the stage is there, and all warps are done with the one before it
-        start(index + Gemm::kStages - 1, (slot + Gemm::kStages - 1) % Gemm::kStages, tile);
+    for (int block = begin; block < end; ++block) {
+      sm80::cp_async_wait<Gemm::kStages - 2>();
+      __syncthreads();  // the block is there, and all warps are done with the one before it
+      copies.start(sm80::shared_address(ring) + writing * Gemm::kStageBytes,
+                   sm80::shared_address(tokens) + writing * Gemm::kStageTokens);
+      writing = after(writing);
+      const uint8_t* const stage = ring + reading * Gemm::kStageBytes;
+#pragma unroll
+      for (int step = 0; step < Gemm::kSteps; ++step) {
+        const CodedStage<Gemm> of_stage{stage, tokens + reading * Gemm::kStageTokens, lane, step};
+        multiply_block<Gemm>(sums, of_stage, raw_shared, present);
       }
-      uint32_t place = ring + slot * stage_bytes + row * row_bytes + warp_k * (kCodedRun * kCodedBlock * 2) +
-                       (2 * quarter ^ row % 2) * 16;
-#pragma unroll 1
-      for (int first = 0; first < shape.steps; first += Gemm::kAhead) {
-#pragma unroll
-        for (int i = 0; i < Gemm::kAhead; ++i) {
-          const int run = begin + (index * shape.steps + first + i) * shape.warps_k + warp_k;
-          stream.load_scales(scales[Gemm::kAhead]);
-#pragma unroll
-          for (int block = 0; block < kCodedRun; ++block) {
-            if (run < end && run * kCodedRun + block < args.k / kCodedBlock) {
-              multiply_block<Gemm>(sums, codes[i][block], scales[i], block, place + block * (kCodedBlock * 2), present,
-                                   row_bytes, raw_shared, threadIdx.x % 32 * 4);
-            }
-            stream.load_codes(codes[i], block);
-          }
-#pragma unroll
-          for (int m = 0; m < Gemm::kTilesM; ++m) {
-            scales[i][m][0] = scales[Gemm::kAhead][m][0];
-            scales[i][m][1] = scales[Gemm::kAhead][m][1];
-          }
-          stream.advance();
-          place += shape.warps_k * (kCodedRun * kCodedBlock * 2);
-        }
-      }
-      slot = (slot + 1) % Gemm::kStages;
+      reading = after(reading);
     }
-    if (stays) slot = 0;
-    // next tile
-    parts.put(sums, warp_m, warp_k, min(Gemm::kTokens, args.m - first_token(tile)));
+    parts.put(sums, lane);
     parts.sync();
-    store_tile<Gemm>(args, parts, unscale, rank, first_token(tile),
-                     tile / args.tiles_m * shape.warps_m * Gemm::kKernel.columns(Gemm::kGated));
-    if (tile + clusters < args.tiles || shape.split > 1) parts.sync();
+    store_tile<Gemm>(args, parts, unscale, rank, CodedCopies<Gemm>::first_token(args, tile),
+                     CodedCopies<Gemm>::first_column(args, tile));
+    // The next sums of this CTA are put behind another barrier, those of the others are not.
+    if (args.split > 1) parts.sync();
   }
   sm80::cp_async_wait<0>();
 }
