@@ -80,8 +80,9 @@ struct CodedCopies {
   static constexpr int kPasses = Gemm::kRows / kRowsOfPass;
   static constexpr int kScales = Gemm::kRows * Gemm::kBlocks, kScalePasses = (kScales + kThreads - 1) / kThreads;
   static constexpr int kTokenPieces = Gemm::kBlockK / 8;
-  static constexpr int kTokenPasses = Gemm::kTokens * kTokenPieces / kThreads;
-  static_assert(Gemm::kRows % kRowsOfPass == 0 && Gemm::kTokens * kTokenPieces % kThreads == 0);
+  static constexpr int kAllTokenPieces = Gemm::kTokens * kTokenPieces;
+  static constexpr int kTokenPasses = (kAllTokenPieces + kThreads - 1) / kThreads;
+  static_assert(Gemm::kRows % kRowsOfPass == 0);
   static_assert(kScales % kThreads == 0 || kScalePasses == 1);
 
   const CodedGemmArgs& args;
@@ -131,7 +132,7 @@ struct CodedCopies {
     for (int pass = 0; pass < kTokenPasses; ++pass) {
       const int index = pass * kThreads + thread, token = first_token(args, tile) + index / kTokenPieces;
       const Element* const row = static_cast<const Element*>(args.a.data) + token * args.a.row_stride;
-      tokens[pass] = token < args.m ? row + index % kTokenPieces * 8 : nullptr;
+      tokens[pass] = index < kAllTokenPieces && token < args.m ? row + index % kTokenPieces * 8 : nullptr;
     }
   }
 

@@ -10,6 +10,7 @@
 
 #include "bytes.cuh"
 #include "four_bits.cuh"
+#include "pairs.cuh"
 
 namespace fused_mlp {
 
@@ -85,7 +86,8 @@ template <typename Gemm>
 __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtas)
     coded_tiled_kernel(const __grid_constant__ CodedTiledArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using Decoder = std::conditional_t<Gemm::kInBytes, BytesDecoder<Gemm>, FourBitsDecoder<Gemm>>;
+  using OfFourBits = std::conditional_t<Gemm::kTokens <= 64, PairsDecoder<Gemm>, FourBitsDecoder<Gemm>>;
+  using Decoder = std::conditional_t<Gemm::kInBytes, BytesDecoder<Gemm>, OfFourBits>;
   extern __shared__ uint8_t raw_shared[];
   const CodedTiledShared<Gemm> shared(raw_shared);
   const int tile = blockIdx.x / args.split, rank = blockIdx.x % args.split;
@@ -101,7 +103,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtas)
     }
     sm90::fence_mbarrier_init();
   }
-  Decoder::fill_table(args, shared);
+  const float unscale = Decoder::fill_table(args, shared);
   __syncthreads();
   if (threadIdx.x >= Gemm::kConsumers) {
     sm90::shrink_registers<Gemm::kProducerRegisters>();
@@ -117,7 +119,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtas)
     return;
   }
   sm90::grow_registers<Gemm::kConsumerRegisters>();
-  const Decoder decoder(args, shared, column);
+  const Decoder decoder(args, shared, column, unscale);
   float sums[Gemm::kTokens / 2] = {};
   decoder.multiply(shared, begin, end, sums);
   sm90::named_barrier_sync(1, Gemm::kConsumers);  // the sums go where the ring was: all warps must be done with it
