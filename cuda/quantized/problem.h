@@ -9,7 +9,7 @@
 
 namespace fused_mlp {
 
-constexpr int kCodedBlock = 64;  // elements of k that streamed kernels take at a time
+constexpr int kCodedBlock = 64;        // elements of k that streamed kernels take at a time
 constexpr int kTableEntryBytes = 256;  // a pair of four bits for each of 32 lanes, and as much room
 constexpr int tiled_block_k(Coding coding) { return in_bytes(coding) ? 2 * kCodedBlock : kCodedBlock; }
 constexpr int block_bytes(Coding coding) { return in_bytes(coding) ? kCodedBlock : kCodedBlock / 2; }

@@ -238,8 +238,7 @@ struct CodedLane {
 #pragma unroll
     for (int step = 0; step < Gemm::kSteps; ++step) {
       const int unit = Gemm::swizzled(row, warp_k * Gemm::kSteps + step);
-      codes[step] =
-          kept(tile_row(0, 0) * Gemm::kRowBytes + unit * Gemm::kUnitBytes + quarter * Gemm::kLaneBytes);
+      codes[step] = kept(tile_row(0, 0) * Gemm::kRowBytes + unit * Gemm::kUnitBytes + quarter * Gemm::kLaneBytes);
     }
   }
 
