@@ -8,10 +8,10 @@ namespace fused_mlp {
 
 // The pairs of all bytes, once for each lane of a warp, so that no two lanes meet a bank. The table holds the code
 // times a factor that is chosen among kFactors so that rounding to Element loses least; sums are divided by it again.
-template <typename Element, int kStride_ = kTableEntryBytes>
+template <typename Element>
 struct PairTable {
-  static constexpr int kEntries = 256, kCopies = 32, kStride = kStride_;
-  static constexpr int kBytes = kEntries * kStride;
+  static constexpr int kEntries = 256, kCopies = 32;
+  static constexpr int kBytes = kEntries * kTableEntryBytes;
   static constexpr int kFactors = 256;
 
   static __device__ __forceinline__ float factor(uint32_t index) { return 1.0f + index * (1.0f / kFactors); }
@@ -49,19 +49,15 @@ struct PairTable {
     for (int warp = 1; warp < kWarps; ++warp) best = min(best, best_of_warps[warp]);
     const float chosen = factor(static_cast<uint32_t>(best));
     if (thread < kEntries) {
-      put(table, thread, round_pair<Element>(__ldg(code + thread / 16) * chosen, __ldg(code + thread % 16) * chosen));
+      const uint32_t pair = round_pair<Element>(__ldg(code + thread / 16) * chosen, __ldg(code + thread % 16) * chosen);
+      constexpr int kPieces = kCopies / 4;
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        const int piece = (thread + i) % kPieces;
+        *reinterpret_cast<uint4*>(table + thread * kTableEntryBytes + piece * 16) = make_uint4(pair, pair, pair, pair);
+      }
     }
     return 1.0f / chosen;
-  }
-
-  // Fills an entry by one thread. Those of a warp begin at different copies.
-  static __device__ __forceinline__ void put(uint8_t* table, int entry, uint32_t pair) {
-    constexpr int kPieces = kCopies / 4;
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      const int piece = (entry + i) % kPieces;
-      *reinterpret_cast<uint4*>(table + entry * kStride + piece * 16) = make_uint4(pair, pair, pair, pair);
-    }
   }
 
   // The elements of 16 codes, in pairs. The code is the second byte of a pair's place, the lane's copy,

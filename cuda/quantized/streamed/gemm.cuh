@@ -407,6 +407,9 @@ __device__ __forceinline__ void store_tile(const CodedGemmArgs& args, const Code
 template <typename Gemm>
 __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kKernel.ctas)
     coded_gemm_kernel(const __grid_constant__ CodedGemmArgs args) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  if constexpr (Gemm::kKernel.shared_bytes() > 163 * 1024) return;  // no GPU before Hopper has so much: never chosen
+#endif
   extern __shared__ __align__(128) uint8_t raw_shared[];
   uint8_t* const ring = raw_shared + Gemm::kKernel.ring_offset();
   uint8_t* const tokens = raw_shared + Gemm::kTokensOffset;

@@ -18,17 +18,16 @@ class FourBitsDecoder {
  public:
   const CodedRows<Gemm> rows;
 
-  static __device__ __forceinline__ float fill_table(const CodedTiledArgs& args, const CodedTiledShared<Gemm>& shared) {
+  static __device__ __forceinline__ void fill_table(const CodedTiledArgs& args, const CodedTiledShared<Gemm>& shared) {
     const float* const code = args.of_weight.code;
     for (int i = threadIdx.x; i < 256 * 16; i += Gemm::kThreads) {
       const int high = i / 16 / 16, low = i / 16 % 16;
       shared.table()[i] = code == nullptr ? make_float2(low, high) : make_float2(__ldg(code + high), __ldg(code + low));
     }
-    return 1.0f;
   }
 
   __device__ __forceinline__ FourBitsDecoder(const CodedTiledArgs& args, const CodedTiledShared<Gemm>& shared,
-                                             int column, float)
+                                             int column)
       : rows(args, column),
         has_zeros_(args.of_weight.code == nullptr),
         shift_(args.of_weight.scale_shift),

@@ -10,7 +10,6 @@
 
 #include "bytes.cuh"
 #include "four_bits.cuh"
-#include "pairs.cuh"
 
 namespace fused_mlp {
 
@@ -86,8 +85,7 @@ template <typename Gemm>
 __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtas)
     coded_tiled_kernel(const __grid_constant__ CodedTiledArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using OfFourBits = std::conditional_t<Gemm::kTokens <= 64, PairsDecoder<Gemm>, FourBitsDecoder<Gemm>>;
-  using Decoder = std::conditional_t<Gemm::kInBytes, BytesDecoder<Gemm>, OfFourBits>;
+  using Decoder = std::conditional_t<Gemm::kInBytes, BytesDecoder<Gemm>, FourBitsDecoder<Gemm>>;
   extern __shared__ uint8_t raw_shared[];
   const CodedTiledShared<Gemm> shared(raw_shared);
   const int tile = blockIdx.x / args.split, rank = blockIdx.x % args.split;
@@ -103,7 +101,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtas)
     }
     sm90::fence_mbarrier_init();
   }
-  const float unscale = Decoder::fill_table(args, shared);
+  Decoder::fill_table(args, shared);
   __syncthreads();
   if (threadIdx.x >= Gemm::kConsumers) {
     sm90::shrink_registers<Gemm::kProducerRegisters>();
@@ -119,7 +117,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtas)
     return;
   }
   sm90::grow_registers<Gemm::kConsumerRegisters>();
-  const Decoder decoder(args, shared, column, unscale);
+  const Decoder decoder(args, shared, column);
   float sums[Gemm::kTokens / 2] = {};
   decoder.multiply(shared, begin, end, sums);
   sm90::named_barrier_sync(1, Gemm::kConsumers);  // the sums go where the ring was: all warps must be done with it
