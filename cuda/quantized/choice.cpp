@@ -68,15 +68,6 @@ CodedPlan choose_streamed(const CodedProblem& p, const CodedKernel& kernel, cons
   return best.plan;
 }
 
-// True if another kernel for as many rows of a has larger tiles, and its fullest multiprocessor has fewer weight rows.
-bool has_fewer_rows(const CodedProblem& p, const CodedKernel& kernel, const CodedKernel& than, const Gpu& gpu) {
-  const auto rows = [&](const CodedKernel& of) {
-    const int64_t tiles = ceil_div(p.n, of.columns(p.gated())) * ceil_div(p.m, of.tokens);
-    return ceil_div(tiles, int64_t{gpu.multiprocessors} * of.ctas) * of.ctas * of.rows();
-  };
-  return kernel.tokens == than.tokens && kernel.rows() > 2 * than.rows() && rows(kernel) < rows(than);
-}
-
 // A tile of a tiled kernel, of either or one kind of layer, and the time of a block of k where a multiprocessor has so
 // many CTAs of it.
 struct Tile {
@@ -175,7 +166,8 @@ Refusal choose_coded(const CodedProblem& p, const Gpu& gpu, CodedPlan* plan) {
   const CodedKernel* chosen = nullptr;
   for (const auto& [gated, kernel] : kKernels) {
     if (kernel.coding != p.coding || gated != p.gated() || kernel.shared_bytes() > gpu.shared_of_cta) continue;
-    if (chosen == nullptr || chosen->tokens < p.m || has_fewer_rows(p, kernel, *chosen, gpu)) chosen = &kernel;
+    chosen = &kernel;
+    if (kernel.tokens >= p.m) break;
   }
   if (chosen == nullptr) return Refusal::kGpu;
   *plan = choose_streamed(p, *chosen, gpu);

@@ -79,7 +79,7 @@ def forced(fused_mlp):
 
 
 @pytest.fixture
-def ops(fused_mlp, monkeypatch):
+def ops(fused_mlp, monkeypatch, dispatched):
     quantized = sys.modules[f"{fused_mlp.__name__}.quantized.weights"]
     called, op = [], quantized.run
     monkeypatch.setattr(quantized, "run", lambda *given: (called.append("packed"), op(*given))[1])
