@@ -9,8 +9,7 @@
 
 namespace fused_mlp {
 
-constexpr int kCodedBlock = 64;        // elements of k that streamed kernels take at a time
-constexpr int kTableEntryBytes = 256;  // a pair of four bits for each of 32 lanes, and as much room
+constexpr int kCodedBlock = 64;  // elements of k that streamed kernels take at a time
 constexpr int tiled_block_k(Coding coding) { return in_bytes(coding) ? 2 * kCodedBlock : kCodedBlock; }
 constexpr int block_bytes(Coding coding) { return in_bytes(coding) ? kCodedBlock : kCodedBlock / 2; }
 
@@ -52,21 +51,14 @@ struct CodedKernel {
   constexpr int blocks() const { return warps_k * steps; }  // of codes, of a row in a stage
   constexpr int block_k() const { return blocks() * kCodedBlock; }
 
-  // Rows of a lie between the entries of the table of pairs, of which the lanes of a warp take half, and behind it.
-  constexpr bool has_table() const { return coding == Coding::kFourBits; }
-  constexpr int table_bytes() const { return has_table() ? 256 * kTableEntryBytes : 0; }
-  constexpr int token_stride() const { return has_table() ? kTableEntryBytes : kCodedBlock * 2; }  // of a row's blocks
-  constexpr int stage_tokens() const { return tokens * blocks() * token_stride(); }
-  constexpr int ring_offset() const {
-    const int bytes = stages * stage_tokens();
-    return bytes > table_bytes() ? bytes : table_bytes();
-  }
+  constexpr int table_bytes() const { return coding == Coding::kFourBits ? 256 * 32 * 4 : 0; }
   constexpr int scales_offset() const { return rows() * blocks() * block_bytes(coding); }
-  constexpr int stage_bytes() const { return scales_offset() + rows() * blocks() * 4; }
+  constexpr int tokens_offset() const { return scales_offset() + rows() * blocks() * 4; }
+  constexpr int stage_bytes() const { return tokens_offset() + tokens * block_k() * 2; }
   constexpr int ring_bytes() const { return stages * stage_bytes(); }
   constexpr int sum_stride() const { return rows() + 4; }  // no two lanes meet a bank when they write sums
   constexpr int part_bytes() const { return tokens * sum_stride() * 4; }
-  constexpr int shared_bytes() const { return ring_offset() + ring_bytes() + warps_k * part_bytes(); }
+  constexpr int shared_bytes() const { return table_bytes() + ring_bytes() + warps_k * part_bytes(); }
 };
 
 }  // namespace fused_mlp

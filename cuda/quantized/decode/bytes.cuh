@@ -17,12 +17,11 @@ struct ByteDecoder {
   static constexpr int kBytes = 0;
 
   template <int kThreads>
-  static __device__ __forceinline__ float fill(uint8_t*, float*, const CodedWeight& weight) {
+  static __device__ __forceinline__ float fill(uint8_t*, const CodedWeight& weight) {
     return weight.factor;
   }
 
-  static __device__ __forceinline__ void decode_16(uint32_t (&pairs)[8], const uint8_t*, uint32_t,
-                                                   const uint8_t* codes) {
+  static __device__ __forceinline__ void decode_16(uint32_t (&pairs)[8], const uint8_t*, const uint8_t* codes) {
     const uint4 words = *reinterpret_cast<const uint4*>(codes);
     const uint32_t each[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll

@@ -61,7 +61,7 @@ struct Int4Decoder : Integers<Element> {
   static constexpr uint32_t kExcess = Base::kHalf ? 0xD800E400u : 0xC180C300u, kPlaces = 0x00080001u;
 
   template <int kThreads>
-  static __device__ __forceinline__ float fill(uint8_t*, float*, const CodedWeight& weight) {
+  static __device__ __forceinline__ float fill(uint8_t*, const CodedWeight& weight) {
     return weight.factor;
   }
 

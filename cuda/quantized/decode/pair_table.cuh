@@ -11,8 +11,10 @@ namespace fused_mlp {
 template <typename Element>
 struct PairTable {
   static constexpr int kEntries = 256, kCopies = 32;
-  static constexpr int kBytes = kEntries * kTableEntryBytes;
+  static constexpr int kEntryBytes = kCopies * 4;
+  static constexpr int kBytes = kEntries * kEntryBytes;
   static constexpr int kFactors = 256;
+  static constexpr uint32_t kEntryMask = (kEntries - 1) * kEntryBytes;
 
   static __device__ __forceinline__ float factor(uint32_t index) { return 1.0f + index * (1.0f / kFactors); }
 
@@ -29,13 +31,13 @@ struct PairTable {
   }
 
   // Fills the table by the first kThreads threads of a CTA. Returns what sums are to be multiplied by. The table can be
-  // read, and the scratch memory of 8 bytes a warp written, after these threads' next barrier.
+  // read after these threads' next barrier.
   template <int kThreads>
-  static __device__ __forceinline__ float fill(uint8_t* table, float* scratch, const CodedWeight& weight) {
+  static __device__ __forceinline__ float fill(uint8_t* table, const CodedWeight& weight) {
     const float* const code = weight.code;
-    static_assert(kThreads >= kFactors && kThreads >= kEntries);
+    static_assert(kThreads >= kFactors && kThreads % kEntries == 0);
     constexpr int kWarps = kFactors / 32;
-    auto* const best_of_warps = reinterpret_cast<uint64_t*>(scratch);
+    __shared__ uint64_t best_of_warps[kWarps];
     const int thread = threadIdx.x;
     if (thread < kFactors) {
       uint64_t best = static_cast<uint64_t>(__float_as_uint(loss(code, factor(thread)))) << 32 | thread;
@@ -48,28 +50,31 @@ struct PairTable {
 #pragma unroll
     for (int warp = 1; warp < kWarps; ++warp) best = min(best, best_of_warps[warp]);
     const float chosen = factor(static_cast<uint32_t>(best));
-    if (thread < kEntries) {
-      const uint32_t pair = round_pair<Element>(__ldg(code + thread / 16) * chosen, __ldg(code + thread % 16) * chosen);
-      constexpr int kPieces = kCopies / 4;
+    const int entry = thread % kEntries;
+    const uint32_t pair = round_pair<Element>(__ldg(code + entry / 16) * chosen, __ldg(code + entry % 16) * chosen);
+    constexpr int kPieces = kEntryBytes / 16, kOfThread = kPieces * kEntries / kThreads;
 #pragma unroll
-      for (int i = 0; i < kPieces; ++i) {
-        const int piece = (thread + i) % kPieces;
-        *reinterpret_cast<uint4*>(table + thread * kTableEntryBytes + piece * 16) = make_uint4(pair, pair, pair, pair);
-      }
+    for (int i = 0; i < kOfThread; ++i) {
+      const int piece = (thread / kEntries * kOfThread + i + thread) % kPieces;
+      *reinterpret_cast<uint4*>(table + entry * kEntryBytes + piece * 16) = make_uint4(pair, pair, pair, pair);
     }
     return 1.0f / chosen;
   }
 
-  // The elements of 16 codes, in pairs. The code is the second byte of a pair's place, the lane's copy,
-  // `of_lane`, the first.
-  static __device__ __forceinline__ void decode_16(uint32_t (&pairs)[8], const uint8_t* table, uint32_t of_lane,
-                                                   const uint8_t* codes) {
+  // The elements of 16 codes, in pairs; `of_lane` is the lane's copy of the table.
+  static __device__ __forceinline__ void decode_16(uint32_t (&pairs)[8], const uint8_t* of_lane, const uint8_t* codes) {
     const uint2 words = *reinterpret_cast<const uint2*>(codes);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const uint32_t place = __byte_perm(i < 4 ? words.x : words.y, of_lane, 0x5504 + i % 4 * 16);
-      pairs[i] = *reinterpret_cast<const uint32_t*>(table + place);
-    }
+    decode_8(pairs, of_lane, words.x);
+    decode_8(pairs + 4, of_lane, words.y);
+  }
+
+ private:
+  // Those of byte i, the first below the second, in pairs[i].
+  static __device__ __forceinline__ void decode_8(uint32_t* pairs, const uint8_t* of_lane, uint32_t bytes) {
+    pairs[0] = *reinterpret_cast<const uint32_t*>(of_lane + (bytes << 7 & kEntryMask));
+    pairs[1] = *reinterpret_cast<const uint32_t*>(of_lane + (bytes >> 1 & kEntryMask));
+    pairs[2] = *reinterpret_cast<const uint32_t*>(of_lane + (bytes >> 9 & kEntryMask));
+    pairs[3] = *reinterpret_cast<const uint32_t*>(of_lane + (bytes >> 17 & kEntryMask));
   }
 };
 

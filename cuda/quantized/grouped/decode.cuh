@@ -29,7 +29,7 @@ struct StackDecoder<Element, StackCoding::kFp8> {
   template <int kPieces>
   static __device__ __forceinline__ void decode(uint32_t (&pairs)[8], const uint8_t* codes, int row, int block,
                                                 int quarter, RawScales) {
-    ByteDecoder<Coding::kFp8, Element>::decode_16(pairs, nullptr, 0,
+    ByteDecoder<Coding::kFp8, Element>::decode_16(pairs, nullptr,
                                                   codes + swizzled<kPieces>(row, block * 4 + quarter) * 16);
   }
   static __device__ __forceinline__ void order(uint32_t (&)[4]) {}

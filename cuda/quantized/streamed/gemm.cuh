@@ -52,9 +52,8 @@ struct CodedGemm {
 
   static constexpr int kUnitBytes = block_bytes(kCoding), kLaneBytes = kUnitBytes / 4;
   static constexpr int kRowBytes = kBlocks * kUnitBytes;
-  static constexpr int kTokenStride = kKernel.token_stride(), kStageTokens = kKernel.stage_tokens();
-  static constexpr int kTokensOffset = kKernel.has_table() ? kTableEntryBytes / 2 : 0;
-  static constexpr int kScalesOffset = kKernel.scales_offset();
+  static constexpr int kTokenBytes = kBlockK * 2;
+  static constexpr int kScalesOffset = kKernel.scales_offset(), kTokensOffset = kKernel.tokens_offset();
   static constexpr int kStageBytes = kKernel.stage_bytes();
   static constexpr int kSumStride = kKernel.sum_stride(), kPartFloats = kKernel.part_bytes() / 4;
   static_assert(Decoder::kBytes == kKernel.table_bytes());
@@ -79,10 +78,9 @@ struct CodedCopies {
   static constexpr int kPieces = Gemm::kRowBytes / 16, kRowsOfPass = kThreads / kPieces;
   static constexpr int kPasses = Gemm::kRows / kRowsOfPass;
   static constexpr int kScales = Gemm::kRows * Gemm::kBlocks, kScalePasses = (kScales + kThreads - 1) / kThreads;
-  static constexpr int kTokenPieces = Gemm::kBlockK / 8;
-  static constexpr int kAllTokenPieces = Gemm::kTokens * kTokenPieces;
-  static constexpr int kTokenPasses = (kAllTokenPieces + kThreads - 1) / kThreads;
-  static_assert(Gemm::kRows % kRowsOfPass == 0);
+  static constexpr int kTokenPieces = Gemm::kTokenBytes / 16;
+  static constexpr int kTokenPasses = Gemm::kTokens * kTokenPieces / kThreads;
+  static_assert(Gemm::kRows % kRowsOfPass == 0 && Gemm::kTokens * kTokenPieces % kThreads == 0);
   static_assert(kScales % kThreads == 0 || kScalePasses == 1);
 
   const CodedGemmArgs& args;
@@ -132,7 +130,7 @@ struct CodedCopies {
     for (int pass = 0; pass < kTokenPasses; ++pass) {
       const int index = pass * kThreads + thread, token = first_token(args, tile) + index / kTokenPieces;
       const Element* const row = static_cast<const Element*>(args.a.data) + token * args.a.row_stride;
-      tokens[pass] = index < kAllTokenPieces && token < args.m ? row + index % kTokenPieces * 8 : nullptr;
+      tokens[pass] = token < args.m ? row + index % kTokenPieces * 8 : nullptr;
     }
   }
 
@@ -162,15 +160,15 @@ struct CodedCopies {
   }
 
   // The values in the places of rows past the last token do not matter: their sums are not stored.
-  __device__ __forceinline__ void load_tokens(uint32_t to) const {
+  __device__ __forceinline__ void load_tokens(uint32_t stage) const {
     const int first = block * Gemm::kBlockK;
 #pragma unroll
     for (int pass = 0; pass < kTokenPasses; ++pass) {
       if (tokens[pass] == nullptr) continue;
       const int index = pass * kThreads + threadIdx.x, row = index / kTokenPieces, piece = index % kTokenPieces;
       const bool present = first + piece * 8 < args.k;
-      const uint32_t unit = to + (row * Gemm::kBlocks + piece / 8) * Gemm::kTokenStride;
-      sm80::cp_async_16(unit + (piece % 8 ^ row % 2) * 16, tokens[pass] + (present ? first : 0), present);
+      sm80::cp_async_16(stage + Gemm::kTokensOffset + row * Gemm::kTokenBytes + (piece ^ row % 2) * 16,
+                        tokens[pass] + (present ? first : 0), present);
     }
   }
 
@@ -183,10 +181,10 @@ struct CodedCopies {
 
   // They are a group also where there is no next block: so that the number of groups behind a block's is always the
   // same.
-  __device__ __forceinline__ void start(uint32_t stage, uint32_t to) {
+  __device__ __forceinline__ void start(uint32_t stage) {
     if (tile < args.tiles) {
       load_weights(stage);
-      load_tokens(to);
+      load_tokens(stage);
       advance();
     }
     sm80::cp_async_commit();
@@ -202,11 +200,11 @@ struct CodedCopies {
   }
 
   // The rows of a that belong to them.
-  __device__ __forceinline__ void fill_tokens(uint32_t to) {
+  __device__ __forceinline__ void fill_tokens(uint32_t ring) {
 #pragma unroll 1
     for (int stage = 0; stage < Gemm::kStages - 1; ++stage) {
       if (tile < args.tiles) {
-        load_tokens(to + stage * Gemm::kStageTokens);
+        load_tokens(ring + stage * Gemm::kStageBytes);
         advance();
       }
       sm80::cp_async_commit();
@@ -214,33 +212,15 @@ struct CodedCopies {
   }
 };
 
-// Hides from the compiler how a value is made: it stays in a register, rather than being made anew in a loop.
-__device__ __forceinline__ uint32_t kept(uint32_t value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
-
 // The place of a thread in the products. `row` is its weight row, and its row of a, of eight.
 template <typename Gemm>
 struct CodedLane {
   const int warp_m, warp_k, row, quarter;
-  uint32_t codes[Gemm::kSteps];  // the places of what it reads first, from the begin of each
-  const uint32_t scales, tokens, table;
-
   __device__ __forceinline__ CodedLane()
       : warp_m(threadIdx.x / 32 % Gemm::kWarpsM),
         warp_k(threadIdx.x / 32 / Gemm::kWarpsM),
         row(threadIdx.x % 32 / 4),
-        quarter(threadIdx.x % 4),
-        scales(kept((warp_k * Gemm::kSteps * Gemm::kRows + tile_row(0, 0)) * 4)),
-        tokens(kept((row * Gemm::kBlocks + warp_k * Gemm::kSteps) * Gemm::kTokenStride + (2 * quarter ^ row % 2) * 16)),
-        table(kept(threadIdx.x % 32 * 4)) {
-#pragma unroll
-    for (int step = 0; step < Gemm::kSteps; ++step) {
-      const int unit = Gemm::swizzled(row, warp_k * Gemm::kSteps + step);
-      codes[step] = kept(tile_row(0, 0) * Gemm::kRowBytes + unit * Gemm::kUnitBytes + quarter * Gemm::kLaneBytes);
-    }
-  }
+        quarter(threadIdx.x % 4) {}
 
   // A row of tile `i` of the warp, of those of the CTA's tile: the lane's, or the one 8 below it.
   __device__ __forceinline__ int tile_row(int i, int half) const {
@@ -255,29 +235,28 @@ using CodedSums = float[Gemm::kTilesM][Gemm::kTilesN][4];
 template <typename Gemm>
 struct CodedStage {
   const uint8_t* const stage;
-  const uint8_t* const first_tokens;
   const CodedLane<Gemm>& lane;
-  const int step;  // of the warp's blocks
+  const int block;
 
   // The lane's 16 codes.
   __device__ __forceinline__ const uint8_t* codes(int i, int half) const {
-    return stage + lane.codes[step] + (i * 16 + half * 8) * Gemm::kRowBytes;
+    const uint8_t* const row = stage + lane.tile_row(i, half) * Gemm::kRowBytes;
+    return row + Gemm::swizzled(lane.row, block) * Gemm::kUnitBytes + lane.quarter * Gemm::kLaneBytes;
   }
   __device__ __forceinline__ float scale(int i, int half) const {
-    const uint8_t* const first = stage + lane.scales + Gemm::kScalesOffset;
-    return *reinterpret_cast<const float*>(first + (step * Gemm::kRows + i * 16 + half * 8) * 4);
+    return reinterpret_cast<const float*>(stage + Gemm::kScalesOffset)[block * Gemm::kRows + lane.tile_row(i, half)];
   }
   // Half of the 16 elements of a that belong to the lane's codes.
   __device__ __forceinline__ uint4 tokens(int n, int half) const {
-    const uint8_t* const first = first_tokens + (lane.tokens ^ half * 16);
-    return *reinterpret_cast<const uint4*>(first + (n * 8 * Gemm::kBlocks + step) * Gemm::kTokenStride);
+    const uint8_t* const row = stage + Gemm::kTokensOffset + (n * 8 + lane.row) * Gemm::kTokenBytes;
+    const int piece = (2 * lane.quarter + half) ^ lane.row % 2;
+    return *reinterpret_cast<const uint4*>(row + block * kCodedBlock * 2 + piece * 16);
   }
 };
 
-// sums += scale * (codes a^T) of one block. Of rows of a, the first `tokens` are read.
+// sums += scale * (codes a^T) of one block.
 template <typename Gemm, typename Stage>
-__device__ __forceinline__ void multiply_block(CodedSums<Gemm>& sums, const Stage& stage, const uint8_t* table,
-                                               int tokens) {
+__device__ __forceinline__ void multiply_block(CodedSums<Gemm>& sums, const Stage& stage, const uint8_t* table) {
   using Element = typename Gemm::Element;
   uint32_t codes[Gemm::kTilesM][4][4];
   float scales[Gemm::kTilesM][2];
@@ -290,7 +269,7 @@ __device__ __forceinline__ void multiply_block(CodedSums<Gemm>& sums, const Stag
         scales[i][half] = stage.scale(i, half);
         Gemm::Decoder::decode_16(pairs, stage.codes(i, half), take_zero(scales[i][half]));
       } else {
-        Gemm::Decoder::decode_16(pairs, table, stage.lane.table, stage.codes(i, half));
+        Gemm::Decoder::decode_16(pairs, table, stage.codes(i, half));
         scales[i][half] = stage.scale(i, half);
       }
 #pragma unroll
@@ -302,11 +281,7 @@ __device__ __forceinline__ void multiply_block(CodedSums<Gemm>& sums, const Stag
   }
 #pragma unroll
   for (int n = 0; n < Gemm::kTilesN; ++n) {
-    uint4 first{}, second{};
-    if (n * 8 + stage.lane.row < tokens) {
-      first = stage.tokens(n, 0);
-      second = stage.tokens(n, 1);
-    }
+    const uint4 first = stage.tokens(n, 0), second = stage.tokens(n, 1);
     const uint32_t pairs[4][2] = {{first.x, first.y}, {first.z, first.w}, {second.x, second.y}, {second.z, second.w}};
     float of_block[Gemm::kTilesM][4] = {};
 #pragma unroll
@@ -407,12 +382,8 @@ __device__ __forceinline__ void store_tile(const CodedGemmArgs& args, const Code
 template <typename Gemm>
 __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kKernel.ctas)
     coded_gemm_kernel(const __grid_constant__ CodedGemmArgs args) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-  if constexpr (Gemm::kKernel.shared_bytes() > 163 * 1024) return;  // no GPU before Hopper has so much: never chosen
-#endif
   extern __shared__ __align__(128) uint8_t raw_shared[];
-  uint8_t* const ring = raw_shared + Gemm::kKernel.ring_offset();
-  uint8_t* const tokens = raw_shared + Gemm::kTokensOffset;
+  uint8_t* const ring = raw_shared + Gemm::Decoder::kBytes;
   const int clusters = gridDim.x / args.split, cluster = blockIdx.x / args.split, rank = blockIdx.x % args.split;
   const int blocks = (args.k + Gemm::kBlockK - 1) / Gemm::kBlockK;
   const int begin = rank * blocks / args.split, end = (rank + 1) * blocks / args.split;
@@ -423,27 +394,25 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kKernel.ctas)
   CodedCopies<Gemm> copies(args, begin, end, cluster, clusters);
   CodedCopies<Gemm> ahead = copies;
   ahead.fill_weights(sm80::shared_address(ring));
-  const float unscale = Gemm::Decoder::template fill<Gemm::kThreads>(raw_shared, parts.own, args.weight);
+  const float unscale = Gemm::Decoder::template fill<Gemm::kThreads>(raw_shared, args.weight);
   wait_for_previous_kernel();
-  copies.fill_tokens(sm80::shared_address(tokens));
+  copies.fill_tokens(sm80::shared_address(ring));
+  const uint8_t* const table = raw_shared + threadIdx.x % 32 * 4;
   int reading = 0, writing = Gemm::kStages - 1;
   const auto after = [](int stage) { return stage + 1 == Gemm::kStages ? 0 : stage + 1; };
 #pragma unroll 1
   for (int tile = cluster; tile < args.tiles; tile += clusters) {
     CodedSums<Gemm> sums = {};
-    const int present = args.m - CodedCopies<Gemm>::first_token(args, tile);
 #pragma unroll 1
     for (int block = begin; block < end; ++block) {
       sm80::cp_async_wait<Gemm::kStages - 2>();
       __syncthreads();  // the block is there, and all warps are done with the one before it
-      copies.start(sm80::shared_address(ring) + writing * Gemm::kStageBytes,
-                   sm80::shared_address(tokens) + writing * Gemm::kStageTokens);
+      copies.start(sm80::shared_address(ring) + writing * Gemm::kStageBytes);
       writing = after(writing);
       const uint8_t* const stage = ring + reading * Gemm::kStageBytes;
 #pragma unroll
       for (int step = 0; step < Gemm::kSteps; ++step) {
-        const CodedStage<Gemm> of_stage{stage, tokens + reading * Gemm::kStageTokens, lane, step};
-        multiply_block<Gemm>(sums, of_stage, raw_shared, present);
+        multiply_block<Gemm>(sums, CodedStage<Gemm>{stage, lane, lane.warp_k * Gemm::kSteps + step}, table);
       }
       reading = after(reading);
     }
