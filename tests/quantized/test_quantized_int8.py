@@ -8,6 +8,7 @@ import contextlib
 import copy
 import importlib
 import importlib.metadata
+import itertools
 import sys
 
 import pytest
@@ -157,15 +158,10 @@ def decoded(layer):
 CHANGES = {"hook": (hook, False), "other values": (of_another, True), "decoded": (decoded, False)}
 
 
-NO_OWN = {("compressed-tensors fp8", "decoded"), ("compressed-tensors fp8", "gradient")}  # these fail by themselves
+NO_OWN = ("compressed-tensors fp8", "decoded")  # fails by itself
 
 
-def cases(states):
-    """Kinds and states, but those that the layers themselves do not take."""
-    return [(kind, state) for kind in KINDS for state in states if (kind, state) not in NO_OWN]
-
-
-@pytest.mark.parametrize(("kind", "change"), cases(CHANGES))
+@pytest.mark.parametrize(("kind", "change"), [each for each in itertools.product(KINDS, CHANGES) if each != NO_OWN])
 def test_changes_are_seen(fused_mlp, device, ops, kind, change):
     model, fused, inputs = pair(fused_mlp, device, kind)
     function, is_fused = CHANGES[change]
@@ -192,13 +188,11 @@ def test_many_rows_are_left(fused_mlp, device, ops, kind):
         assert len(ops) == (MLPS if is_fused else 0)
 
 
-@pytest.mark.parametrize(("kind", "state"), cases(("gradient", "autocast")))
-def test_left_to_the_layers(fused_mlp, device, ops, kind, state):
+@kinds
+def test_autocast_is_left_to_the_layers(fused_mlp, device, ops, kind):
     model, fused, inputs = pair(fused_mlp, device, kind)
-    if state == "gradient":
-        alike(lambda each: each.get_input_embeddings().requires_grad_(True), model, fused)
-    options = {"autocast": torch.bfloat16} if state == "autocast" else {}
-    assert_close(run(fused, inputs, **options), run(model, inputs, **options), tolerance(kind))
+    found, expected = (run(each, inputs, autocast=torch.bfloat16) for each in (fused, model))
+    assert_close(found, expected, tolerance(kind))
     assert ops == []
 
 
