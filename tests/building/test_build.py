@@ -187,7 +187,8 @@ def test_a_target_installs_one_set_of_requirements():
 
 
 def test_the_backend_can_be_named():
-    assert "tools/build.py --backend cuda\n" in make(ROOT, "--dry-run", "build", "BACKEND=cuda").stdout
+    listed = make(ROOT, "--dry-run", "build", "BACKEND=cuda", "CUDA_ARCHS=8.0 9.0a").stdout
+    assert "tools/build.py --backend cuda --cuda-archs 8.0 9.0a\n" in listed
 
 
 def install(*arguments: str, **environment: str) -> subprocess.CompletedProcess:

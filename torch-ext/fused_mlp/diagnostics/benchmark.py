@@ -17,15 +17,15 @@ from ..models.reading.attributes import modules_of, parameters_of
 from ..models.report import FusionReport, lines, summary
 from . import machine, timing
 
-_ROUNDS = 7
+_ROUNDS = 15
 _ORIGINAL, _FUSED = "original", "fused"
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of one call of a model: the median over the turns in milliseconds, and the spread of the turns, from the
-    least to the greatest in units of the median. ``peak_bytes`` is the most memory of the GPU that a call allocates
-    beside what it finds; None on a CPU."""
+    """The time of one call of a model: the median over the turns in milliseconds, and the spread of their middle half,
+    in units of the median. ``peak_bytes`` is the most memory of the GPU that a call allocates beside what it finds;
+    None on a CPU."""
 
     milliseconds: float
     spread: float
@@ -36,10 +36,11 @@ class Timing:
 class Comparison:
     """The outcome of :func:`benchmark`: prints as a table.
 
-    ``speedup`` is the original's time over the fused model's in the same turn, at the median, and ``spread`` the widest
-    of its spread and theirs. ``verdict`` is "faster", "even" (within 2%), "slower", or "too noisy to tell", where
-    ``spread`` is above 15%. ``largest_difference`` is that of an element of the two outputs, ``largest_value`` the
-    largest magnitude in the original's. ``fusion`` is the report of :func:`fuse_mlps`.
+    ``speedup`` is the original's time over the fused model's in the same turn, at the median, and ``spread`` that of
+    the middle half of these ratios: what slows down both for a while is in neither. ``verdict`` is "faster", "even"
+    (within 2%), "slower", or "too noisy to tell", where ``spread`` is above 15%. ``largest_difference`` is that of an
+    element of the two outputs, ``largest_value`` the largest magnitude in the original's. ``fusion`` is the report of
+    :func:`fuse_mlps`.
     """
 
     model: str
@@ -77,7 +78,9 @@ class Comparison:
 
     def _conclusions(self) -> List[str]:
         if self.spread > timing.NOISY:
-            found = f"{self.verdict}: the turns spread by {self.spread:.0%}, and above {timing.NOISY:.0%} is no verdict"
+            found = (
+                f"{self.verdict}: the ratios spread by {self.spread:.0%}, and above {timing.NOISY:.0%} is no verdict"
+            )
         else:
             found = f"speed-up {self.speedup:.2f}x: {self.verdict}"
         return [found, f"largest difference {self.largest_difference:.1e}, of values up to {self.largest_value:.1e}"]
@@ -165,10 +168,9 @@ def _compared(
         raise TypeError(f"the output of model must hold floating-point tensors to compare, got {type(call()).__name__}")
     runs = {name: call for name in outputs}
     turn = partial(timing.neighbours, runs, iterations, prepare)
-    figures = timing.in_turns({"": turn}, _ROUNDS)[""]
-    times = {name: Timing(figures[f"{name} ms"], figures[f"{name} ms_spread"], peaks[name]) for name in runs}
-    ratio = figures[f"{_FUSED} ratio"]
-    spread = max(figures[f"{_FUSED} ratio_spread"], *(each.spread for each in times.values()))
+    samples = timing.samples_in_turns({"": turn}, _ROUNDS)[""]
+    times = {name: Timing(*timing.middle([each[f"{name} ms"] for each in samples]), peaks[name]) for name in runs}
+    ratio, spread = timing.middle([each[f"{_FUSED} ratio"] for each in samples])
     pairs = list(zip(outputs[_ORIGINAL], outputs[_FUSED]))
     on_gpu = any(tensor.is_cuda for tensor in outputs[_ORIGINAL])
     dtype = next((parameter.dtype for parameter in parameters_of(model)), outputs[_ORIGINAL][0].dtype)

@@ -14,7 +14,7 @@ from typing import Callable, Dict, Hashable, List, Mapping, Tuple
 
 import torch
 
-NOISY = 0.15  # figures whose turns spread further than this say nothing
+NOISY = 0.15  # figures that spread further than this say nothing
 EVEN = 0.02  # ratios this close to 1 are neither a gain nor a loss
 
 _chance = random.Random()  # a user's own draws stay what they are
@@ -76,11 +76,18 @@ def in_turns(turns: Mapping[Hashable, Callable[[], Dict[str, float]]], rounds: i
     Beside every figure stands its spread, as ``<figure>_spread``: from the least to the greatest, in units of the
     median.
     """
+    return {name: summary(found) for name, found in samples_in_turns(turns, rounds).items()}
+
+
+def samples_in_turns(
+    turns: Mapping[Hashable, Callable[[], Dict[str, float]]], rounds: int
+) -> Dict[Hashable, List[Dict[str, float]]]:
+    """The figures of each of the turns themselves, by round."""
     samples: Dict[Hashable, List[Dict[str, float]]] = {name: [] for name in turns}
     for _ in range(rounds):
         for name, turn in turns.items():
             samples[name].append(turn())
-    return {name: summary(found) for name, found in samples.items()}
+    return samples
 
 
 def summary(samples: List[Dict[str, float]]) -> Dict[str, float]:
@@ -91,6 +98,13 @@ def summary(samples: List[Dict[str, float]]) -> Dict[str, float]:
         found[key] = statistics.median(values)
         found[f"{key}_spread"] = (max(values) - min(values)) / found[key] if found[key] else 0.0
     return found
+
+
+def middle(values: List[float]) -> Tuple[float, float]:
+    """The median of at least two values, and the spread of their middle half in units of it: the interquartile range,
+    which a few turns that something interrupts do not change."""
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return median, (high - low) / median if median else 0.0
 
 
 def _nothing(name: str) -> None:
