@@ -201,9 +201,10 @@ def test_left_to_the_layers(fused_mlp, device, ops, own, state):
     if state == "bias":
         alike(lambda each: each.model.layers[0].mlp.gate_proj.bias.requires_grad_(True), model, fused)
     options = {"autocast": torch.bfloat16} if state == "autocast" else {}
+    rounding = 2.0**-7 if options else 0.0  # that of bfloat16, behind norms whose last bits differ
     expected = run(model, inputs, **options)
     own.clear()
-    assert_close(run(fused, inputs, **options), expected, tolerance(device))
+    assert_close(run(fused, inputs, **options), expected, max(tolerance(device), rounding))
     assert (ops, len(own)) == ([], 3 * MLPS)
 
 
