@@ -51,8 +51,14 @@ def forced(fused_mlp):
 
 @pytest.fixture
 def ops(fused_mlp, monkeypatch, dispatched):
-    """The calls of ops on quantised weights: "packed" of those read as they are, "decoded" each way. What compiled code
-    takes is in test_quantized_guards.py."""
+    """The calls of ops on quantised weights, as `counted` names them. What compiled code takes is in
+    test_quantized_guards.py."""
+    return counted(fused_mlp, monkeypatch)
+
+
+def counted(fused_mlp, monkeypatch):
+    """A list of the calls of ops from now on: "packed" of weights that are read as they are, "forward" and "backward"
+    by decoded ones."""
     adapters, quantized = (sys.modules[f"{fused_mlp.__name__}.{name}"] for name in ("adapters", "quantized.weights"))
     called = []
     for owner, name, word in (

@@ -8,7 +8,6 @@ a CPU the compiled ops are forced.
 import contextlib
 import copy
 import importlib
-import sys
 
 import peft
 import pytest
@@ -28,6 +27,7 @@ from test_quantized_int8 import (
     quantized_parts,
     tolerance,
 )
+from test_quantized_models import counted
 
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes does not load on this machine", exc_type=ImportError)
 for name in ("bnb", "torchao"):  # which PEFT imports when it first meets such a layer
@@ -51,18 +51,7 @@ def forced(fused_mlp):
 
 @pytest.fixture
 def ops(fused_mlp, monkeypatch):
-    """The calls of ops: "packed" of weights read as they are, "forward" and "backward" by decoded ones."""
-    adapters, quantized = (sys.modules[f"{fused_mlp.__name__}.{name}"] for name in ("adapters", "quantized.weights"))
-    called = []
-    for owner, name, word in (
-        (quantized, "run", "packed"),
-        (adapters, "_plain_forward", "forward"),
-        (adapters, "_plain_backward", "backward"),
-    ):
-        op = getattr(owner, name)
-        spy = lambda *given, word=word, op=op: (called.append(word), op(*given))[1]  # noqa: E731
-        monkeypatch.setattr(owner, name, spy)
-    return called
+    return counted(fused_mlp, monkeypatch)
 
 
 def nearness(kind):
