@@ -38,11 +38,16 @@ PyObject* running(PyObject* module, PyObject* state, PyObject* segments, bool re
 }
 
 // The MLP, or its first module, whose block was left last in this thread, for it does too little: its own method need
-// not ask the same. An address alone, and the answer is right for any module.
+// not ask the same. An address alone, and the answer is right for any module. On a CPU it is asked: torch's functions,
+// called one by one, take less time than its modules.
 thread_local PyObject* left_last = nullptr;
 
+void note_left(PyObject* module) {
+  if (PyObject_Size(settings.least_work) > 0) left_last = module;
+}
+
 PyObject* noting_left(PyObject* module, PyObject* found) {
-  if (found == Py_False) left_last = module;
+  if (found == Py_False) note_left(module);
   return found;
 }
 
@@ -556,9 +561,10 @@ Answer looks_left(PyObject* wholes, PyObject* plan, PyObject* owner, PyObject* x
   const Owned forward(own == nullptr ? nullptr : bound_function(own, module));
   PyObject* const segment = forward ? item(wholes, forward.get()) : nullptr;
   PyObject* const parts = segment == nullptr ? Py_None : PyTuple_GetItem(segment, kNames);
-  // Else it is a list of modules or a mixture.
-  if (parts == Py_None || !PyTuple_Check(PyTuple_GetItem(parts, 0))) return kNo;
-  PyObject *const pattern = PyTuple_GetItem(parts, 0), *const names_of_parts = PyTuple_GetItem(parts, 1);
+  PyObject* const pattern = parts == Py_None ? Py_None : PyTuple_GetItem(parts, 0);
+  if (pattern == Py_None) return kNo;                      // a list of modules
+  if (PyDict_Check(pattern)) return is_followed(x, kYes);  // a mixture, which no op computes where autograd follows
+  PyObject* const names_of_parts = PyTuple_GetItem(parts, 1);
   PyObject* const act = child(module, PyTuple_GetItem(names_of_parts, 0));
   PyObject* const first = act == nullptr ? nullptr : child(module, PyTuple_GetItem(names_of_parts, 1));
   if (first == nullptr) return kNo;
@@ -566,7 +572,7 @@ Answer looks_left(PyObject* wholes, PyObject* plan, PyObject* owner, PyObject* x
   const bool in_eval = item(state, names().training) == Py_False;
   const Answer left =
       dtype ? is_left({pattern, x, Objects(&first, 1), act, {}, in_eval}, nullptr, dtype.get(), block) : kError;
-  if (left == kYes) left_last = module;
+  if (left == kYes) note_left(module);
   return left;
 }
 

@@ -171,6 +171,8 @@ def _fused_method(method: FunctionType, children: _Children) -> FunctionType:
 
 def called(module: nn.Module, x: Any) -> Optional[Tensor]:
     """The output of a block that is being called; None where its own code has to run."""
+    if shortcut.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad:
+        return None
     found = _plain.mixture(_records, module, x, None)
     if found is None and _learns(module):
         found = _plain.mixture(_records, module, x, None)

@@ -124,17 +124,17 @@ def fused_forward(method: FunctionType, compute: Callable[[nn.Module, Any], Any]
     The original runs where that is None, and where a graph is traced.
     """
     original = as_written("forward", method)
-    instead = instead_of(original)
-    code = method.__code__
+    instead, code, is_traced = instead_of(original), method.__code__, torch.compiler.is_compiling
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if FUSED not in self.__dict__ or type(self).forward is not method or method.__code__ is not code:
             another = instead(self)
             if another is not None:
                 return another(self, *args, **kwargs)
-        is_plain = len(args) == 1 and not kwargs and not torch.compiler.is_compiling()
-        result = compute(self, args[0]) if is_plain else None
-        return method(self, *args, **kwargs) if result is None else result
+        if kwargs or len(args) != 1 or is_traced():
+            return method(self, *args, **kwargs)
+        result = compute(self, args[0])
+        return method(self, args[0]) if result is None else result
 
     functools.update_wrapper(forward, method)
     written[forward] = original
