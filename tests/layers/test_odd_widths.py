@@ -210,7 +210,9 @@ def test_compiled(fused_mlp, linear, device, monkeypatch, bias, width, out):
         results = []
         for module, model in ((eager, eager), (fused, run)):
             module.zero_grad()
-            x = torch.randn(2, rows, width, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(1))
+            x = torch.randn(
+                2, rows, width, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(1)
+            )
             result = model(x.requires_grad_())
             result.view(-1).square().mean().backward()
             results.append([result, x.grad, *(parameter.grad for parameter in module.parameters())])
