@@ -1,7 +1,7 @@
 """Blocks of an MLP as autograd follows them: one node, whose forward and backward call the ops of the parts.
 
-They are ``x + dropout(mlp(norm(x)))`` and ``norm(residual + dropout(mlp(x)))``, where a single linear layer may stand for
-the MLP, as at the end of an attention. A node costs the host about as much as
+They are ``x + dropout(mlp(norm(x)))`` and ``norm(residual + dropout(mlp(x)))``, where a single linear layer may stand
+for the MLP, as at the end of an attention. A node costs the host about as much as
 an op does, and small models wait for the host. The gradient of the residual is added in the kernel of the norm's
 gradient, so that no other reads and writes both. The norm of x, an operand of gradients of the MLP, is kept as eager
 PyTorch keeps it: ``M D`` values that a kernel of ``4 M D`` bytes could make again. A gradient that is differentiated in
@@ -20,8 +20,9 @@ from ..backends import native, reference
 from . import attention, nodes, norms, training
 
 # The nodes take the seven operands of ``training_forward``; the residual, or None where that is x; the norm's weight,
-# bias, eps and code (torch-ext/ops/norm.h); the activation's code; ``up_first`` and ``keep`` of ``training_forward``;
-# and the probability of a dropout, 0 for none. A single layer has no activation, and ``keep`` is None. They are for calls that nothing traces and whose operations nobody sees.
+# bias, eps and code (torch-ext/ops/norm.h); the activation's code; ``up_first`` and ``keep`` of ``training_forward``,
+# None of a single layer; and the probability of a dropout, 0 for none. They are for calls that nothing traces and whose
+# operations nobody sees.
 
 # Past torch's dispatcher, in one call; None where that has to see the ops (torch-ext/calls/direct/ops.h).
 _pre_normed_forward, _post_normed_forward = (
