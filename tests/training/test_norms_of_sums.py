@@ -89,7 +89,7 @@ def test_op_is_no_less_exact_than_torch(ops, norms, written, device, shape, kind
 
 def of_layer(blocks, x, layer_weight, layer_bias, *others, p=P):
     """``norm(residual + dropout(linear(x)))`` as one node, given the residual, weight and bias of the norm."""
-    given = x, layer_weight, None, None, layer_bias, None, None, *others, 1e-6, LAYER, 0, None, None, p
+    given = x, layer_weight, None, None, layer_bias, None, None, *others, (1e-6, LAYER, 0, None, None, p)
     return blocks.post_normed(*given)[0]
 
 

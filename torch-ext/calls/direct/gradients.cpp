@@ -44,7 +44,7 @@ const NodeNames& node_names() {
 using Found = std::vector<std::pair<Py_ssize_t, Tensor>>;  // gradients by the places of a node's inputs
 
 // Of a block: the places of the residual and of the norm's weight, and the number of all inputs (autograd/blocks.py).
-enum BlockInput : Py_ssize_t { kResidual = kOperands, kNormWeight, kNormBias, kBlockInputs = 16 };
+enum BlockInput : Py_ssize_t { kResidual = kOperands, kNormWeight, kNormBias, kBlockInputs = 11 };
 
 // The arguments of a function; false where there are not so many.
 template <size_t kCount>

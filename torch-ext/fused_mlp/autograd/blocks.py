@@ -19,10 +19,10 @@ from torch import Tensor
 from ..backends import native, reference
 from . import attention, nodes, norms, training
 
-# The nodes take the seven operands of ``training_forward``; the residual, or None where that is x; the norm's weight,
-# bias, eps and code (torch-ext/ops/norm.h); the activation's code; ``up_first`` and ``keep`` of ``training_forward``,
-# None of a single layer; and the probability of a dropout, 0 for none. They are for calls that nothing traces and whose
-# operations nobody sees.
+# The nodes take the seven operands of ``training_forward``; the residual, or None where that is x; the norm's weight and
+# bias; and in a tuple, as each argument that is no tensor takes torch as long as three that are: eps and code of the norm
+# (torch-ext/ops/norm.h); the activation's code; ``up_first`` and ``keep`` of ``training_forward``, None of a single layer;
+# and the probability of a dropout, 0 for none. They are for calls that nothing traces and whose operations nobody sees.
 
 # Past torch's dispatcher, in one call; None where that has to see the ops (torch-ext/calls/direct/ops.h).
 _pre_normed_forward, _post_normed_forward = (
@@ -39,7 +39,7 @@ class _PreNormed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *block: Any) -> Tensor:
         x, *layers = block[:7]
-        norm_weight, norm_bias, eps, code, activation, up_first, keep, dropout = block[8:]
+        norm_weight, norm_bias, (eps, code, activation, up_first, keep, dropout) = block[8:]
         norm, found, mask = (norm_weight, norm_bias, eps, code), None, None
         if dropout == 0.0:
             found = _pre_normed_forward(x, *layers, *norm, activation, keep, up_first)
@@ -60,7 +60,7 @@ class _PreNormed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
         if grad is None:
-            return (None,) * 16
+            return (None,) * 11
         saved, (eps, code, dropout), needs = ctx.saved_tensors, ctx.norm, ctx.needs_input_grad
         x, norm_weight, norm_bias, statistics, mask = saved[-5:]
         norm = norms.Given(x, norm_weight, norm_bias, eps, code, False)
@@ -76,9 +76,9 @@ class _PreNormed(torch.autograd.Function):
         asked = (of_x or needs[8] or needs[9], *of_layers)
         of_normed, *of_layers = training.gradients(ctx, behind, saved, _of_mlp(needs), asked, is_seen)[:7]
         if of_normed is None:
-            return (grad if of_x else None, *of_layers, *(None,) * 9)
+            return (grad if of_x else None, *of_layers, *(None,) * 4)
         of_x, *of_norm = norms.gradients(norm, statistics, of_normed, grad, of_norm, is_seen)
-        return (of_x, *of_layers, None, *of_norm, *(None,) * 6)
+        return (of_x, *of_layers, None, *of_norm, None)
 
 
 def _of_mlp(needs: Tuple[bool, ...]) -> nodes.Needs:
@@ -91,8 +91,9 @@ class _PostNormed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *block: Any) -> Tuple[Tensor, Tensor]:
-        residual, norm_weight, norm_bias, eps, code, activation, up_first, keep, dropout = block[7:]
-        found, kept = _post_normed_forward(*block), (None, None)
+        residual, norm_weight, norm_bias, how = block[7:]
+        eps, code, activation, up_first, keep, dropout = how
+        found, kept = _post_normed_forward(*block[:10], *how), (None, None)
         if found is None:
             if keep is None:
                 result = F.linear(block[0], block[1], block[4])
@@ -113,7 +114,7 @@ class _PostNormed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Optional[Tensor], sum_grad: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
         if grad is None and sum_grad is None:
-            return (None,) * 16
+            return (None,) * 11
         saved, needs = ctx.saved_tensors, ctx.needs_input_grad
         is_layer = ctx.how[2] is None
         of_layers, last_bias = [*nodes.asked(ctx, sum_grad if grad is None else grad, saved[:7])], 4 if is_layer else 6
@@ -130,7 +131,7 @@ class _PostNormed(torch.autograd.Function):
                 layers = [*training.gradients(ctx, result, saved, needs[:7], tuple(of_layers), is_seen)[:7]]
         if in_norm:
             layers[last_bias] = of_bias
-        return (*layers, *of_norm, *(None,) * 6)
+        return (*layers, *of_norm, None)
 
 
 pre_normed, post_normed = map(nodes.applied, (_PreNormed, _PostNormed), _compiled)

@@ -369,7 +369,7 @@ def of_operands(pattern: Pattern, operands: Tuple[Any, ...], dropout: Optional[f
         if keep and not given[0].requires_grad and training.is_first_frozen(*layers):
             return None
     try:
-        given = (*layers, residual, weight, bias, eps, code, activation, up_first, keep, dropout)
+        given = (*layers, residual, weight, bias, (eps, code, activation, up_first, keep, dropout))
         return whole_blocks.pre_normed(*given) if residual is None else whole_blocks.post_normed(*given)[0]
     except RuntimeError:  # eager says what is wrong with the operands
         return None
