@@ -49,7 +49,7 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor statistics, Tensor? residual_grad, Tensor? kept, "
       "float dropout, int norm, int needs) -> Tensor[]");
   ops.def(
-      "projections_forward(Tensor x, Tensor first_weight, Tensor second_weight, Tensor? third_weight, "
+      "projections_forward(Tensor x, Tensor first_weight, Tensor? second_weight, Tensor? third_weight, "
       "Tensor? first_bias, Tensor? second_bias, Tensor? third_bias) -> Tensor[]");
   ops.def(
       "projections_backward(Tensor? first_grad, Tensor? second_grad, Tensor? third_grad, Tensor? x, "

@@ -94,11 +94,12 @@ std::vector<Tensor> norm_backward(const Tensor& grad, const Tensor& x, const Opt
                                   const Tensor& statistics, const OptionalTensor& residual_grad,
                                   const OptionalTensor& kept, double dropout, int64_t norm, int64_t needs);
 
-// Two or three linear layers of one input: x [..., in], weights [out, in], biases [out] or none. The bits are those of
+// One to three linear layers of one input: x [..., in], weights [out, in], biases [out] or none. The bits are those of
 // torch's linear.
-std::vector<Tensor> projections_forward(const Tensor& x, const Tensor& first_weight, const Tensor& second_weight,
-                                        const OptionalTensor& third_weight, const OptionalTensor& first_bias,
-                                        const OptionalTensor& second_bias, const OptionalTensor& third_bias);
+std::vector<Tensor> projections_forward(const Tensor& x, const Tensor& first_weight,
+                                        const OptionalTensor& second_weight, const OptionalTensor& third_weight,
+                                        const OptionalTensor& first_bias, const OptionalTensor& second_bias,
+                                        const OptionalTensor& third_bias);
 
 // The gradients that the bits of `needs` ask for, of the operands of projections_forward in their order, given those of
 // its results: of x the sum over the layers whose results have one. What they do not need may be left out.

@@ -81,11 +81,12 @@ struct Attention : Cpu {
 
 }  // namespace
 
-std::vector<Tensor> projections_forward(const Tensor& x, const Tensor& first_weight, const Tensor& second_weight,
-                                        const OptionalTensor& third_weight, const OptionalTensor& first_bias,
-                                        const OptionalTensor& second_bias, const OptionalTensor& third_bias) {
-  const OptionalTensor first(first_weight), second(second_weight);
-  return projections<Attention>(x, {&first, &second, &third_weight}, {&first_bias, &second_bias, &third_bias});
+std::vector<Tensor> projections_forward(const Tensor& x, const Tensor& first_weight,
+                                        const OptionalTensor& second_weight, const OptionalTensor& third_weight,
+                                        const OptionalTensor& first_bias, const OptionalTensor& second_bias,
+                                        const OptionalTensor& third_bias) {
+  const OptionalTensor first(first_weight);
+  return projections<Attention>(x, {&first, &second_weight, &third_weight}, {&first_bias, &second_bias, &third_bias});
 }
 
 std::vector<Tensor> projections_backward(const OptionalTensor& first_grad, const OptionalTensor& second_grad,

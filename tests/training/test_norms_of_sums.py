@@ -28,6 +28,11 @@ def norms(fused_mlp):
 
 
 @pytest.fixture
+def blocks(fused_mlp):
+    return importlib.import_module(f"{fused_mlp.__name__}.autograd.blocks")
+
+
+@pytest.fixture
 def written(fused_mlp):
     return importlib.import_module(f"{fused_mlp.__name__}.backends.reference").norm
 
@@ -49,26 +54,30 @@ def behind_gradient(x_grad):
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.7] if DROPS else [0.0])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_op_is_no_less_exact_than_torch(norms, written, device, shape, kind, p):
+@torch.no_grad()
+def test_op_is_no_less_exact_than_torch(ops, norms, written, device, shape, kind, p):
     for dtype in dtypes_on(device):
         x, weight, bias, grad, residual = made(shape, dtype, kind, device)
         behind = torch.randn(shape[-1], device=device).to(dtype) if DROPS else None
-        given = [t if t is None else t.detach().requires_grad_() for t in (x, residual, weight, bias, behind)]
+        given = x, residual, weight, bias, behind
         torch.manual_seed(3)
         mask = torch.native_dropout(x, p, True)[1] if p and x.numel() else None
         drawn = torch.rand(3, device=device)
         found = []
         for _ in range(2):
             torch.manual_seed(3)
-            y = norms.of_sum(*given, 1e-6, kind, p)
+            y, *saved = ops.sum_norm_forward(*given[:4], 1e-6, kind, p)
             assert torch.equal(torch.rand(3, device=device), drawn)
-            found.append([y.detach(), *torch.autograd.grad(y, [t for t in given if t is not None], grad)])
+            of_sum = norms.OfSum(saved[0], *given[2:4], saved[1], *(saved[2:] or [None]), 1e-6, kind, p)
+            gradients = norms.sum_gradients(of_sum, grad, None, tuple(each is not None for each in given))
+            found.append([y, *(each for each in gradients if each is not None)])
         assert all(map(torch.equal, *found))
         there = torch.zeros(shape[-1], dtype=dtype, device=device) if behind is None else behind
         results = []
         for of in (torch.float64, dtype):
             operands = [t if t is None else t.to(of) for t in (x, residual, weight, bias, there)]
-            y, leaves = by_parts(written, *operands, mask, p, kind)
+            with torch.enable_grad():
+                y, leaves = by_parts(written, *operands, mask, p, kind)
             *gradients, _ = torch.autograd.grad(y, leaves, grad.to(of))
             gradients += [] if behind is None else [behind_gradient(gradients[0])]
             results.append([y.detach(), *gradients])
@@ -78,20 +87,44 @@ def test_op_is_no_less_exact_than_torch(norms, written, device, shape, kind, p):
             assert error(got, right) <= max(slack * error(by_torch, right), 6e-7), dtype
 
 
-def test_gradients_of_gradients(norms, written, device):
-    x, residual, weight, bias = (torch.randn(*s, device=device) for s in ((3, 5, 16), (3, 5, 16), (16,), (16,)))
+def of_layer(blocks, x, layer_weight, layer_bias, *others, p=P):
+    """``norm(residual + dropout(linear(x)))`` as one node, given the residual, weight and bias of the norm."""
+    given = x, layer_weight, None, None, layer_bias, None, None, *others, (1e-6, LAYER, 0, None, None, p)
+    return blocks.post_normed(*given)[0]
+
+
+SHAPES_OF_LAYER = (3, 5, 24), (16, 24), (16,), (3, 5, 16), (16,), (16,)
+
+
+def test_gradients_of_gradients(blocks, written, device):
+    given = [torch.randn(*shape, device=device) for shape in SHAPES_OF_LAYER]
     found = []
     for mode in ("node", "parts"):
-        leaves = [t.clone().requires_grad_() for t in (x, residual, weight, bias)]
+        leaves = [t.clone().requires_grad_() for t in given]
         torch.manual_seed(1)
         if mode == "node":
-            y = norms.of_sum(*leaves, None, 1e-6, LAYER, P)
+            y = of_layer(blocks, *leaves)
         else:
-            y = written(F.dropout(leaves[0], P) + leaves[1], leaves[2], leaves[3], 1e-6, LAYER, False)
+            y = written(F.dropout(F.linear(*leaves[:3]), P) + leaves[3], *leaves[4:], 1e-6, LAYER, False)
         first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
         found.append([*first, *torch.autograd.grad(sum(each.square().sum() for each in first), leaves)])
     for got, right in zip(*found, strict=True):
         torch.testing.assert_close(got, right, rtol=1e-3, atol=1e-3)
+
+
+def test_a_layer_in_front_is_of_the_same_node(blocks, device):
+    """A result that autograd follows has one node behind it, and any subset of its gradients is the whole's."""
+    leaves = [torch.randn(*shape, device=device).requires_grad_() for shape in SHAPES_OF_LAYER]
+    torch.manual_seed(1)
+    y = of_layer(blocks, *leaves)
+    assert {type(node).__name__ for node, _ in y.grad_fn.next_functions if node is not None} == {"AccumulateGrad"}
+    grad = torch.randn_like(y)
+    expected = torch.autograd.grad(y, leaves, grad, retain_graph=True)
+    for place, leaf in enumerate(leaves):
+        assert torch.equal(*torch.autograd.grad(y, [leaf], grad, retain_graph=True), expected[place])
+    saved = leaves[1].detach().clone()
+    leaves[1].data = torch.zeros_like(saved)  # of what was multiplied
+    assert torch.equal(*torch.autograd.grad(y, leaves[:1], grad), expected[0])
 
 
 def test_bad_operands_are_named(ops, device):
@@ -152,7 +185,6 @@ def counted(fused_mlp, monkeypatch):
     recorded = (
         (shortcut.whole_blocks, "pre_normed", "block"),
         (shortcut.whole_blocks, "post_normed", "ending"),
-        (shortcut, "_recorded_layer", "ending"),
     )
     for owner, name, kind in recorded:
         monkeypatch.setattr(owner, name, counting(kind, getattr(owner, name)))

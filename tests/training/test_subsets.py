@@ -45,7 +45,7 @@ def test_a_block_saves_its_input_for_the_norm_alone(fused_mlp, device, trains_no
         return x + F.linear(hidden, fc2, biases[1])
 
     def ours(x):
-        given = (fc1, None, fc2, biases[0], None, biases[1], None, *norm, 1e-5, 1, code, None, True, 0.0)
+        given = (fc1, None, fc2, biases[0], None, biases[1], None, *norm, (1e-5, 1, code, None, True, 0.0))
         return blocks.pre_normed(x, *given)
 
     def gradients(block):

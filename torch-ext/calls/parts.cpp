@@ -5,6 +5,7 @@
 
 #include "../global_state/modes.h"
 #include "../global_state/settings.h"
+#include "direct/call.h"
 
 namespace fused_mlp {
 namespace {
@@ -139,6 +140,11 @@ PyObject* active_dropout(PyObject* part, bool recording) {
   return plain ? p : nullptr;
 }
 
+int64_t size_by_method(PyObject* tensor, PyObject* dimension) {
+  const Owned size(PyObject_CallMethodObjArgs(tensor, names().size, dimension, nullptr));
+  return size ? PyLong_AsSsize_t(size.get()) : -1;
+}
+
 // True if a norm that knows the shape of what it norms, as torch's do, norms so many features, and has as many weights
 // and biases, if any.
 Answer norms_last_dimension(PyObject* state, Py_ssize_t features, PyObject* weight, PyObject* bias) {
@@ -156,13 +162,13 @@ Answer norms_last_dimension(PyObject* state, Py_ssize_t features, PyObject* weig
 }  // namespace
 
 int64_t size_of_first(PyObject* tensor) {
-  const Owned size(PyObject_CallMethodObjArgs(tensor, names().size, names().first, nullptr));
-  return size ? PyLong_AsSsize_t(size.get()) : -1;
+  dlpack::Tensor view;
+  return read_sizes(tensor, &view) ? view.sizes[0] : size_by_method(tensor, names().first);
 }
 
 int64_t size_of_last(PyObject* tensor) {
-  const Owned size(PyObject_CallMethodObjArgs(tensor, names().size, names().last, nullptr));
-  return size ? PyLong_AsSsize_t(size.get()) : -1;
+  dlpack::Tensor view;
+  return read_sizes(tensor, &view) ? view.sizes[view.dims - 1] : size_by_method(tensor, names().last);
 }
 
 Answer hold(PyObject* guards, PyObject* kind, PyObject* state) {

@@ -8,6 +8,7 @@
 #include "../../operands/dlpack.h"
 #include "../../operands/rows.h"
 #include "../answers.h"
+#include "../plain_mlp.h"
 #include "plain.h"
 
 namespace fused_mlp {
@@ -286,6 +287,13 @@ bool read_codes_directly(PyObject* tensor, dlpack::Tensor* view) {
 
 bool read_directly(PyObject* tensor, dlpack::Tensor* view) {
   return read_codes_directly(tensor, view) && !true_or_raises(is_negated, tensor);
+}
+
+bool read_sizes(PyObject* tensor, dlpack::Tensor* view) {
+  if (exchange == nullptr || !is_tensor(tensor)) return false;
+  if (read_codes_directly(tensor, view) && view->dims > 0) return true;
+  PyErr_Clear();  // as of a tensor without memory
+  return false;
 }
 
 bool read_dtype(const dlpack::Tensor& tensor, DType* dtype) {

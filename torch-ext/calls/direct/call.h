@@ -45,6 +45,9 @@ bool may_call_directly();
 bool read_directly(PyObject* tensor, dlpack::Tensor* view);
 // The same of a tensor of integers, or codes: nobody asks if it is as it looks.
 bool read_codes_directly(PyObject* tensor, dlpack::Tensor* view);
+// The sizes of such a tensor, which takes a tenth of the time of its methods. False, without an error, where they have
+// to be called.
+bool read_sizes(PyObject* tensor, dlpack::Tensor* view);
 bool read_dtype(const dlpack::Tensor& tensor, DType* dtype);
 bool is_contiguous(const dlpack::Tensor& tensor);
 

@@ -44,7 +44,7 @@ const NodeNames& node_names() {
 using Found = std::vector<std::pair<Py_ssize_t, Tensor>>;  // gradients by the places of a node's inputs
 
 // Of a block: the places of the residual and of the norm's weight, and the number of all inputs (autograd/blocks.py).
-enum BlockInput : Py_ssize_t { kResidual = kOperands, kNormWeight, kNormBias, kBlockInputs = 16 };
+enum BlockInput : Py_ssize_t { kResidual = kOperands, kNormWeight, kNormBias, kBlockInputs = 11 };
 
 // The arguments of a function; false where there are not so many.
 template <size_t kCount>
@@ -138,7 +138,7 @@ bool is_alone(PyObject* object) {
   return object == Py_None || references(object) <= least;
 }
 
-// The MLP of a node that save() set up (saving.h).
+// The MLP of a node that save() set up (saving.h), or a single layer.
 class NodeOfMlp {
  public:
   explicit NodeOfMlp(PyObject* ctx)
@@ -152,6 +152,7 @@ class NodeOfMlp {
       if (!node.take_saved(i, &operands_[i])) return false;
     }
     activation_ = PyLong_AsSsize_t(PyTuple_GetItem(how_.get(), 0));
+    is_layer_ = PyTuple_GetItem(how_.get(), 2) == Py_None;
     PyObject* const up_first = PyTuple_GetItem(how_.get(), 1);
     if (up_first != Py_None) up_first_ = up_first == Py_True;
     layout_ = PyLong_AsSsize_t(PyTuple_GetItem(how_.get(), 3));
@@ -164,12 +165,15 @@ class NodeOfMlp {
     return nothing && PyObject_SetAttr(ctx_, names().own, nothing.get()) == 0;  // what autograd saves it frees as well
   }
 
+  Operand last_bias() const { return is_layer_ ? kBias : kSecondBias; }
+
   // The gradients of operands for which there is a bit, found at their places. With them that of x, which may be
   // another's than the node's input.
   OptionalTensor add(const Tensor& grad, int64_t needs, bool has_x, Found* found) {
     const auto& [x, weight, up_weight, second_weight, bias, up_bias] = operands_;
     began_ = true;
-    const std::vector<Tensor> of = in_place_
+    const std::vector<Tensor> of = is_layer_ ? projections_backward(grad, {}, {}, x, weight, {}, {}, needs)
+                                   : in_place_
                                        ? training_backward_(grad, x, weight, up_weight, second_weight, bias, up_bias,
                                                             *gate_, up_, activation_, needs | layout_, up_first_)
                                        : training_backward(grad, x, weight, up_weight, second_weight, bias, up_bias,
@@ -201,7 +205,7 @@ class NodeOfMlp {
   OptionalTensor gate_, up_;
   int64_t activation_ = 0, layout_ = 0;
   std::optional<bool> up_first_;
-  bool in_place_ = false, began_ = false;
+  bool is_layer_ = false, in_place_ = false, began_ = false;
 };
 
 int64_t bits_of(const Node& node, Py_ssize_t first, Py_ssize_t last) {
@@ -270,15 +274,16 @@ PyObject* post_normed(PyObject* given) {
   OptionalTensor grad;
   if (!node || !norm.read(node, kOperands, how.get(), true) || !norm.x || !take_tensor(in, &grad)) return nullptr;
   if (!mlp.read(node)) return mlp.or_left(nullptr);
-  const bool behind = kSumsBiases && node.need(kSecondBias);
-  const int64_t bits = bits_of(node, kX, kSecondBias), needs = behind ? bits & ~(int64_t{1} << kSecondBias) : bits;
+  const Operand last_bias = mlp.last_bias();
+  const bool behind = kSumsBiases && node.need(last_bias);
+  const int64_t bits = bits_of(node, kX, kSecondBias), needs = behind ? bits & ~(int64_t{1} << last_bias) : bits;
   const bool of_residual = node.need(kResidual), of_weight = node.need(kNormWeight), of_bias = node.need(kNormBias);
   return mlp.or_left(computed(kBlockInputs, [&](Found* found) {
     const OfSum of(norm, *grad, needs != 0, of_residual, of_weight, of_bias, behind);
     add(found, kResidual, of.total);
     add(found, kNormWeight, of.weight);
     add(found, kNormBias, of.bias);
-    add(found, kSecondBias, of.behind);
+    add(found, last_bias, of.behind);
     if (needs != 0) mlp.add(*of.dropped, needs, true, found);
   }));
 }
@@ -364,25 +369,6 @@ PyObject* projected(PyObject* given) {
   });
 }
 
-PyObject* of_sum(PyObject* given) {
-  constexpr Py_ssize_t kInputs = 8;
-  PyObject* of[3];  // ctx, the gradients of the norm and of the sum
-  if (!unpack(given, of)) return nullptr;
-  PyObject *const ctx = of[0], *const in = of[1], *const of_sum = of[2];
-  if (of_sum != Py_None || !is_unseen(in)) return nullptr;
-  const Node node(ctx);
-  const Owned how(node ? PyObject_GetAttr(ctx, names().how) : nullptr);
-  NodeOfNorm norm;
-  OptionalTensor grad;
-  if (!node || !norm.read(node, 0, how.get(), true) || !norm.x || !take_tensor(in, &grad)) return nullptr;
-  const std::array needs{node.need(0), node.need(1), node.need(2), node.need(3), node.need(4)};
-  return computed(kInputs, [&](Found* found) {
-    const OfSum of(norm, *grad, needs[0], needs[1], needs[2], needs[3], needs[4]);
-    const std::array each{&of.dropped, &of.total, &of.weight, &of.bias, &of.behind};
-    for (size_t i = 0; i < each.size(); ++i) add(found, i, *each[i]);
-  });
-}
-
 PyObject* normed(PyObject* given) {
   constexpr Py_ssize_t kInputs = 6, kDifferentiable = 3;
   PyObject* of[2];  // ctx, the gradient of the result
@@ -421,7 +407,6 @@ PyMethodDef gradient_methods[] = {
     {"pre_normed_backward", answered<pre_normed>, METH_VARARGS, nullptr},
     {"recorded_backward", answered<recorded>, METH_VARARGS, nullptr},
     {"projected_backward", answered<projected>, METH_VARARGS, nullptr},
-    {"of_sum_backward", answered<of_sum>, METH_VARARGS, nullptr},
     {"normed_backward", answered<normed>, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

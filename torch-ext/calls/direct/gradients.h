@@ -14,7 +14,7 @@ namespace fused_mlp {
 //   post_normed_backward(ctx, grad, sum_grad), pre_normed_backward(ctx, grad): blocks.py
 //   recorded_backward(ctx, grad): training.py
 //   projected_backward(ctx, *grads): attention.py
-//   of_sum_backward(ctx, grad, sum_grad), normed_backward(ctx, grad): norms.py
+//   normed_backward(ctx, grad): norms.py
 extern PyMethodDef gradient_methods[];
 
 }  // namespace fused_mlp

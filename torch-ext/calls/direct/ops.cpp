@@ -147,6 +147,7 @@ bool call(Result (*op)(Parameters...), PyObject* operands, PyObject** found) {
 }
 
 // x + mlp(norm(x)) and norm(residual + dropout(mlp(x))) as one call: what the two ops give, with the result first.
+// `keep` is none where the MLP is a single layer.
 std::vector<Tensor> pre_normed_forward(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight,
                                        const OptionalTensor& second_weight, const OptionalTensor& bias,
                                        const OptionalTensor& up_bias, const OptionalTensor& second_bias,
@@ -165,10 +166,16 @@ std::vector<Tensor> post_normed_forward(const Tensor& x, const Tensor& weight, c
                                         const OptionalTensor& up_bias, const OptionalTensor& second_bias,
                                         const Tensor& residual, const OptionalTensor& norm_weight,
                                         const OptionalTensor& norm_bias, double eps, int64_t norm, int64_t activation,
-                                        std::optional<bool> up_first, bool keep, double dropout) {
+                                        std::optional<bool> up_first, std::optional<bool> keep, double dropout) {
+  const auto normed = [&](const Tensor& out) {
+    return sum_norm_forward(out, residual, norm_weight, norm_bias, eps, norm, dropout);
+  };
+  if (!keep) {
+    return normed(projections_forward(x, weight, std::nullopt, std::nullopt, bias, std::nullopt, std::nullopt)[0]);
+  }
   const auto [out, gate, up] =
-      training_forward(x, weight, up_weight, second_weight, bias, up_bias, second_bias, activation, keep, up_first);
-  std::vector<Tensor> found = sum_norm_forward(out, residual, norm_weight, norm_bias, eps, norm, dropout);
+      training_forward(x, weight, up_weight, second_weight, bias, up_bias, second_bias, activation, *keep, up_first);
+  std::vector<Tensor> found = normed(out);
   found.insert(found.begin() + 1, {gate, up});
   return found;
 }

@@ -8,7 +8,6 @@ that is differentiated in its turn is composed.
 from __future__ import annotations
 
 import functools
-from operator import itemgetter
 from typing import Any, List, Optional, Sequence, Tuple
 
 import torch
@@ -34,7 +33,7 @@ class _Projections(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *operands: Any) -> Tuple[Tensor, ...]:
         needs = ctx.needs_input_grad
-        _save(ctx, _saved(needs), operands, (None, None), needs, (), ())
+        _save(ctx, nodes.saved(needs, None), operands, (None, None), needs, (), ())
         return tuple(_project(*operands))
 
     @staticmethod
@@ -47,32 +46,33 @@ class _Projections(torch.autograd.Function):
         asked = nodes.asked(ctx, first, saved)
         there = [grad is not None for grad in grads]
         needs = (asked[0], *(need and has for need, has in zip(asked[1:], (*there, *there))))
+        return gradients(ctx, grads, saved, needs, training.is_gradient_seen(first))
 
-        def composed() -> List[Tensor]:
-            return _composed(nodes.variables(ctx, saved), grads, needs)
 
-        if not any(needs):
-            return (None,) * 7
-        if training.is_gradient_seen(first):
-            found = composed()
-        else:
-            backward = native.projections_backward if _dispatch_modes() else _plain_gradients
-            bits = sum(need << place for place, need in enumerate(needs))
-            found = dispatch.op_or_parts(backward, (*grads, *saved[:4], bits), composed)
-        found = iter(found)
-        return tuple([next(found) if need else None for need in needs])
+def gradients(
+    ctx: Any, grads: Sequence[Optional[Tensor]], saved: nodes.Operands, needs: Sequence[bool], is_seen: bool
+) -> Tuple[Optional[Tensor], ...]:
+    """The gradients of x, three weights and three biases, given those of the results, of a node that has saved these.
+
+    ``is_seen`` is what ``training.is_gradient_seen`` says.
+    """
+
+    def composed() -> List[Tensor]:
+        return _composed(nodes.variables(ctx, saved), grads, needs)
+
+    if not any(needs):
+        return (None,) * 7
+    if is_seen:
+        found = composed()
+    else:
+        backward = native.projections_backward if _dispatch_modes() else _plain_gradients
+        bits = sum(need << place for place, need in enumerate(needs))
+        found = dispatch.op_or_parts(backward, (*grads, *saved[:4], bits), composed)
+    found = iter(found)
+    return tuple([next(found) if need else None for need in needs])
 
 
 _record_projections = nodes.applied(_Projections, getattr(native.plain_modules, "projected_backward", None))
-
-
-@functools.cache
-def _saved(needs: nodes.Needs) -> nodes.Saved:
-    """The input where a weight is trained, and the weights where the input has a gradient."""
-    wanted = (any(needs[1:4]), *(needs[0],) * 3, False, False, False)
-    places = tuple(index if want else -1 for index, want in enumerate(wanted))
-    lost = tuple(index for index, (need, want) in enumerate(zip(needs, wanted)) if need and not want)
-    return nodes.Saved(itemgetter(*places), places, False, False, lost)
 
 
 def _composed(

@@ -1,6 +1,7 @@
 """Blocks of an MLP as autograd follows them: one node, whose forward and backward call the ops of the parts.
 
-They are ``x + dropout(mlp(norm(x)))`` and ``norm(residual + dropout(mlp(x)))``. A node costs the host about as much as
+They are ``x + dropout(mlp(norm(x)))`` and ``norm(residual + dropout(mlp(x)))``, where a single linear layer may stand
+for the MLP, as at the end of an attention. A node costs the host about as much as
 an op does, and small models wait for the host. The gradient of the residual is added in the kernel of the norm's
 gradient, so that no other reads and writes both. The norm of x, an operand of gradients of the MLP, is kept as eager
 PyTorch keeps it: ``M D`` values that a kernel of ``4 M D`` bytes could make again. A gradient that is differentiated in
@@ -12,13 +13,15 @@ from __future__ import annotations
 from typing import Any, Optional, Tuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..backends import native, reference
-from . import nodes, norms, training
+from . import attention, nodes, norms, training
 
-# The nodes take the seven operands of ``training_forward``; the residual, or None where that is x; the norm's weight,
-# bias, eps and code (torch-ext/ops/norm.h); the activation's code; ``up_first`` and ``keep`` of ``training_forward``;
+# The nodes take the seven operands of ``training_forward``; the residual, or None where that is x; the norm's weight and
+# bias; and in a tuple, as each argument that is no tensor takes torch as long as three that are: eps and code of the norm
+# (torch-ext/ops/norm.h); the activation's code; ``up_first`` and ``keep`` of ``training_forward``, None of a single layer;
 # and the probability of a dropout, 0 for none. They are for calls that nothing traces and whose operations nobody sees.
 
 # Past torch's dispatcher, in one call; None where that has to see the ops (torch-ext/calls/direct/ops.h).
@@ -36,7 +39,7 @@ class _PreNormed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *block: Any) -> Tensor:
         x, *layers = block[:7]
-        norm_weight, norm_bias, eps, code, activation, up_first, keep, dropout = block[8:]
+        norm_weight, norm_bias, (eps, code, activation, up_first, keep, dropout) = block[8:]
         norm, found, mask = (norm_weight, norm_bias, eps, code), None, None
         if dropout == 0.0:
             found = _pre_normed_forward(x, *layers, *norm, activation, keep, up_first)
@@ -57,7 +60,7 @@ class _PreNormed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
         if grad is None:
-            return (None,) * 16
+            return (None,) * 11
         saved, (eps, code, dropout), needs = ctx.saved_tensors, ctx.norm, ctx.needs_input_grad
         x, norm_weight, norm_bias, statistics, mask = saved[-5:]
         norm = norms.Given(x, norm_weight, norm_bias, eps, code, False)
@@ -73,9 +76,9 @@ class _PreNormed(torch.autograd.Function):
         asked = (of_x or needs[8] or needs[9], *of_layers)
         of_normed, *of_layers = training.gradients(ctx, behind, saved, _of_mlp(needs), asked, is_seen)[:7]
         if of_normed is None:
-            return (grad if of_x else None, *of_layers, *(None,) * 9)
+            return (grad if of_x else None, *of_layers, *(None,) * 4)
         of_x, *of_norm = norms.gradients(norm, statistics, of_normed, grad, of_norm, is_seen)
-        return (of_x, *of_layers, None, *of_norm, *(None,) * 6)
+        return (of_x, *of_layers, None, *of_norm, None)
 
 
 def _of_mlp(needs: Tuple[bool, ...]) -> nodes.Needs:
@@ -88,34 +91,47 @@ class _PostNormed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *block: Any) -> Tuple[Tensor, Tensor]:
-        residual, norm_weight, norm_bias, eps, code, activation, up_first, keep, dropout = block[7:]
-        found = _post_normed_forward(*block)
+        residual, norm_weight, norm_bias, how = block[7:]
+        eps, code, activation, up_first, keep, dropout = how
+        found, kept = _post_normed_forward(*block[:10], *how), (None, None)
         if found is None:
-            result, gate, up = training._plain_forward(*block[:7], activation, keep, up_first)
+            if keep is None:
+                result = F.linear(block[0], block[1], block[4])
+            else:
+                result, *kept = training._plain_forward(*block[:7], activation, keep, up_first)
             norm = norm_weight, norm_bias, eps, code, dropout
             y, total, statistics, *masks = norms._plain_sum_forward(result, residual, *norm)
+        elif keep is None:
+            y, total, statistics, *masks = found
         else:
-            y, gate, up, total, statistics, *masks = found
+            y, *kept, total, statistics = found[:5]
+            masks = found[5:]
         more = total, norm_weight, norm_bias, statistics, masks[0] if masks else None
-        training.save(ctx, block[:7], (gate, up), ctx.needs_input_grad[:7], activation, up_first, keep, more)
+        training.save(ctx, block[:7], tuple(kept), ctx.needs_input_grad[:7], activation, up_first, keep, more)
         ctx.norm = eps, code, dropout
         return y, total
 
     @staticmethod
     def backward(ctx: Any, grad: Optional[Tensor], sum_grad: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
         if grad is None and sum_grad is None:
-            return (None,) * 16
+            return (None,) * 11
         saved, needs = ctx.saved_tensors, ctx.needs_input_grad
-        *of_layers, of_last_bias = nodes.asked(ctx, sum_grad if grad is None else grad, saved[:7])
-        in_norm = of_last_bias and norms.SUMS_BIASES
-        of_layers.append(of_last_bias and not in_norm)
+        is_layer = ctx.how[2] is None
+        of_layers, last_bias = [*nodes.asked(ctx, sum_grad if grad is None else grad, saved[:7])], 4 if is_layer else 6
+        in_norm = of_layers[last_bias] and norms.SUMS_BIASES
+        of_layers[last_bias] = of_layers[last_bias] and not in_norm
         of_sum = any(of_layers), *needs[7:10], in_norm
-        result, *of_norm, last_bias = norms.sum_gradients(norms.OfSum(*saved[-5:], *ctx.norm), grad, sum_grad, of_sum)
-        layers = (None,) * 7
+        result, *of_norm, of_bias = norms.sum_gradients(norms.OfSum(*saved[-5:], *ctx.norm), grad, sum_grad, of_sum)
+        layers = [None] * 7
         if result is not None:
             is_seen = training.is_gradient_seen(result)
-            layers = training.gradients(ctx, result, saved, needs[:7], tuple(of_layers), is_seen)[:7]
-        return (*layers[:6], last_bias if in_norm else layers[6], *of_norm, *(None,) * 6)
+            if is_layer:
+                layers = [*attention.gradients(ctx, (result, None, None), saved[:7], of_layers, is_seen)]
+            else:
+                layers = [*training.gradients(ctx, result, saved, needs[:7], tuple(of_layers), is_seen)[:7]]
+        if in_norm:
+            layers[last_bias] = of_bias
+        return (*layers, *of_norm, None)
 
 
 pre_normed, post_normed = map(nodes.applied, (_PreNormed, _PostNormed), _compiled)

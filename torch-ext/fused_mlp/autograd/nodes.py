@@ -45,15 +45,17 @@ class Saved(NamedTuple):
 
 
 @functools.cache
-def saved(needs: Needs, keep: bool) -> Saved:
+def saved(needs: Needs, keep: Optional[bool]) -> Saved:
+    """``keep``: None for linear layers of one input, which save that and their weights."""
     x, weight, up_weight, second_weight, bias, *_ = needs = needs[:7]
-    if not keep:
+    if keep is False:
         places = (0, 1, 2, 3, 4, 5, -1)
         return Saved(itemgetter(*places), places, False, False, (6,) * needs[6])
-    wanted = (weight or up_weight, x, x, True, False, False, False)
+    is_mlp = keep is True
+    wanted = (weight or up_weight or (second_weight and not is_mlp), x, x, is_mlp or x, False, False, False)
     places = tuple(index if want else -1 for index, want in enumerate(wanted))
     lost = tuple(index for index, (need, want) in enumerate(zip(needs, wanted)) if need and not want)
-    return Saved(itemgetter(*places), places, True, x or weight or bias or second_weight, lost)
+    return Saved(itemgetter(*places), places, is_mlp, is_mlp and (x or weight or bias or second_weight), lost)
 
 
 if native.plain_modules is not None:

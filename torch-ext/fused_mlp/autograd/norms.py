@@ -52,24 +52,6 @@ def run(given: Tuple[Any, ...]) -> Tensor:
     return native.norm_forward(*given)[0]
 
 
-def of_sum(
-    x: Tensor,
-    residual: Tensor,
-    weight: Optional[Tensor],
-    bias: Optional[Tensor],
-    behind: Optional[Tensor],
-    eps: float,
-    code: int,
-    dropout: float,
-) -> Tensor:
-    """``norm(residual + dropout(x))``, of a dropout that is active unless it is 0.
-
-    ``behind``: a bias ``[features]`` that x has been added without autograd's knowledge, and that gets its gradient
-    here.
-    """
-    return _of_sum(x, residual, weight, bias, behind, eps, code, dropout)[0]
-
-
 def _setup(ctx: Any, given: Tuple[Any, ...], statistics: Tensor) -> None:
     x, weight, bias, *how = given
     ctx.how = tuple(how)
@@ -137,34 +119,6 @@ class _Norm(torch.autograd.Function):
     backward = staticmethod(_gradients)
 
 
-class _OfSum(torch.autograd.Function):
-    """Its second result is the sum, through which a gradient that is differentiated finds x and the residual."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor,
-        weight: Optional[Tensor],
-        bias: Optional[Tensor],
-        behind: Optional[Tensor],
-        *how: Any,
-    ) -> Tuple[Tensor, Tensor]:
-        y, total, statistics, *kept = _plain_sum_forward(x, residual, weight, bias, *how)
-        ctx.how = how
-        # By the attributes that the methods of these names set: set_materialize_grads(), save_for_backward().
-        ctx.materialize_grads, ctx.to_save = False, (total, weight, bias, statistics, *kept)
-        return y, total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Optional[Tensor], sum_grad: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
-        if grad is None and sum_grad is None:
-            return (None,) * 8
-        (*given, mask), (eps, code, dropout) = (*ctx.saved_tensors, None)[:5], ctx.how
-        found = sum_gradients(OfSum(*given, mask, eps, code, dropout), grad, sum_grad, ctx.needs_input_grad[:5])
-        return (*found, None, None, None)
-
-
 class OfSum(NamedTuple):
     """A norm of ``residual + dropout(x)``, as its backward has it: of the sum, with the mask of an active dropout."""
 
@@ -226,8 +180,7 @@ def _wanted(needs: Tuple[bool, ...], drops: bool) -> Tuple[Tuple[bool, ...], int
     return wanted, sum(want << place for place, want in enumerate(wanted))
 
 
-_compiled = (getattr(native.plain_modules, f"{name}_backward", None) for name in ("normed", "of_sum"))
-_norm, _of_sum = map(nodes.applied, (_Norm, _OfSum), _compiled)
+_norm = nodes.applied(_Norm, getattr(native.plain_modules, "normed_backward", None))
 
 
 def _setup_context(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, Tensor]) -> None:

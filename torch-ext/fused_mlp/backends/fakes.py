@@ -175,7 +175,7 @@ def _quantized_mlp(x: Tensor, layouts: List[int], offsets: List[float], gated: b
 def _projections(
     x: Tensor,
     first_weight: Tensor,
-    second_weight: Tensor,
+    second_weight: Optional[Tensor],
     third_weight: Optional[Tensor],
     first_bias: Optional[Tensor],
     second_bias: Optional[Tensor],

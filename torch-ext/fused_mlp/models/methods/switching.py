@@ -118,15 +118,19 @@ def is_unchanged(module: nn.Module) -> bool:
     return state_of(module).get(FUSED, {}).keys() == methods_in(module).keys() != set()
 
 
-def fused_forward(method: FunctionType, compute: Callable[[nn.Module, Any], Any]) -> FunctionType:
+def fused_forward(
+    method: FunctionType, compute: Callable[[nn.Module, Any], Any], trace: Optional[Callable[..., Any]] = None
+) -> FunctionType:
     """The forward of a class made anew: the result of ``compute`` for a call with one argument, x.
 
-    The original runs where that is None, and where a graph is traced.
+    The original runs where that is None, and where a graph is traced; by ``trace``, if given (``traced.run``).
     """
     original = as_written("forward", method)
     instead, code, is_traced = instead_of(original), method.__code__, torch.compiler.is_compiling
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if trace is not None and torch.compiler.is_dynamo_compiling():
+            return trace("activations", "forward", method, instead, self, *args, **kwargs)
         if FUSED not in self.__dict__ or type(self).forward is not method or method.__code__ is not code:
             another = instead(self)
             if another is not None:

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from ... import calls, dispatch
 from ...activations import BY_CODE, Activation
-from ...autograd import training
+from ...autograd import linear, training
 from ...backends import native
 from ...dispatch import _open_blocks
 from ..proving import activations, algebra, operations
@@ -135,6 +135,9 @@ def _fuse(nodes: List[fx.Node], memory: str) -> None:
     for node, hidden in found.items():
         if _of_op(node) is None:
             _is_replaced(node, hidden, None, [], memory)
+    for node in nodes:
+        if node.target is torch._C._nn.linear and not node.kwargs and _open_blocks[-1].name == "auto":
+            _pad(node, *node.args)
 
 
 # Nodes recorded for the parts of an MLP.
@@ -327,8 +330,10 @@ def _kind(target: Any) -> str:
 
 
 def _computed(target: Any, *args: Any, **kwargs: Any) -> Any:
+    from torch._dispatch.python import enable_python_dispatcher
+
     args, kwargs = fx.node.map_arg((args, kwargs), _value)
-    with torch.no_grad():
+    with torch.no_grad(), enable_python_dispatcher():  # as Dynamo computes it: else a size may become a constant
         return getattr(args[0], target)(*args[1:], **kwargs) if type(target) is str else target(*args, **kwargs)
 
 
@@ -346,6 +351,28 @@ def _is_replaced(
                 root.op = _kind(root.target)
                 return True
     return False
+
+
+def _pad(root: fx.Node, x: fx.Node, weight: fx.Node, bias: Optional[fx.Node] = None) -> None:
+    """Makes a product whose rows do not begin at 16 bytes one of operands with zeros behind theirs, where that gains.
+
+    The compiler makes and reads those copies with what it computes before and behind.
+    """
+    given, dtype = [node for node in (x, weight, bias) if node is not None], _value(root).dtype
+    if not all(_is_plain(_value(node)) for node in given) or not linear.gains_in_graph(*map(_value, given[:2]), dtype):
+        return
+    out, width = _value(weight).shape
+    below, behind = (-size % linear.VECTOR for size in (out, width))
+    zeros = (0, behind), (0, behind, 0, below), (0, below)
+    with _Made(root) as made:
+        for place, node in enumerate(given):
+            if _value(node).dtype != dtype:  # autocast
+                node = made.node("to", node, dtype)
+            given[place] = made.node(torch.constant_pad_nd, node, zeros[place]) if any(zeros[place]) else node
+        product = made.node(root.target, *given)
+        call = "contiguous", (made.node("narrow", product, -1, 0, out),), {}
+        if _are_alike(_value(root), *call):
+            root.op, (root.target, root.args, root.kwargs) = "call_method", call
 
 
 def _is_apart(root: fx.Node, nodes: Set[fx.Node]) -> bool:

@@ -17,7 +17,7 @@ from ...activations import get_activation
 from ...adapters import Layer
 from ...autograd import linear, training
 from ...quantized import weights as quantized
-from ..methods import switching
+from ..methods import switching, traced
 from ..parts import adapters, refusals
 from . import forwards, shortcut
 
@@ -52,7 +52,7 @@ def is_fused(function: Any) -> bool:
 
 @functools.cache
 def _fused_method(method: FunctionType) -> FunctionType:
-    forward = switching.fused_forward(method, _product)
+    forward = switching.fused_forward(method, _product, traced.run if method is nn.Linear.forward else None)
     _made.add(forward)
     return forward
 

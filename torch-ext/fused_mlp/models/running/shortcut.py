@@ -24,7 +24,6 @@ from ...activations import ACTIVATIONS, get_activation
 from ...adapters import DROPS, run_parts
 from ...autograd import blocks as whole_blocks
 from ...autograd import nodes, training
-from ...autograd import norms as norms_alone
 from ...backends import native, reference
 from ...operands import PLAIN_TENSORS, halves, narrows_float32
 from ..matching.pattern import Pattern
@@ -347,14 +346,14 @@ def of_operands(pattern: Pattern, operands: Tuple[Any, ...], dropout: Optional[f
     x, *given, activation = mlp
     if is_of_sum:
         weight, bias, eps, code = last_weight, last_bias, last_eps, last_code
-        if len(given) == 2:
-            return _recorded_layer(x, *given, residual, weight, bias, eps, code, dropout)
     else:
         residual = None  # it is x
         if (weight is not None and weight.dim() != 1) or (bias is not None and bias.dim() != 1):
             return None
     if len(given) == 6:
         layers, up_first = (x, *given), None
+    elif len(given) == 2:  # a single layer
+        layers, up_first = (x, given[0], None, None, given[1], None, None), None
     else:
         first, second, first_bias, second_bias = given
         layers, up_first = (x, first, None, second, first_bias, None, second_bias), None
@@ -362,32 +361,16 @@ def of_operands(pattern: Pattern, operands: Tuple[Any, ...], dropout: Optional[f
             up_first = pattern.up_first
             if not _are_halves(first, first_bias):
                 return None
-    memory = pattern.memory
-    if activation == training.NO_ACTIVATION:
-        return None
-    keep = memory == training.KEPT or training.keeps(layers, memory)
-    if keep and not given[0].requires_grad and training.is_first_frozen(*layers):
-        return None
+    memory, keep = pattern.memory, None
+    if len(given) > 2:
+        if activation == training.NO_ACTIVATION:
+            return None
+        keep = memory == training.KEPT or training.keeps(layers, memory)
+        if keep and not given[0].requires_grad and training.is_first_frozen(*layers):
+            return None
     try:
-        given = (*layers, residual, weight, bias, eps, code, activation, up_first, keep, dropout)
+        given = (*layers, residual, weight, bias, (eps, code, activation, up_first, keep, dropout))
         return whole_blocks.pre_normed(*given) if residual is None else whole_blocks.post_normed(*given)[0]
-    except RuntimeError:  # eager says what is wrong with the operands
-        return None
-
-
-def _recorded_layer(
-    x: Tensor, layer_weight: Tensor, layer_bias: Optional[Tensor], residual: Tensor, *norm: Any
-) -> Optional[Tensor]:
-    """``norm(residual + dropout(linear(x)))`` where autograd follows.
-
-    The node of the norm computes the gradient of the layer's bias too, whose sum over rows its kernel adds up.
-    """
-    weight, bias, eps, code, dropout = norm
-    is_taken = layer_bias is not None and norms_alone.SUMS_BIASES
-    layer_bias, behind = (layer_bias.detach(), layer_bias) if is_taken else (layer_bias, None)
-    try:
-        result = F.linear(x, layer_weight, layer_bias)
-        return norms_alone.of_sum(result, residual, weight, bias, behind, eps, code, dropout)
     except RuntimeError:  # eager says what is wrong with the operands
         return None
 
