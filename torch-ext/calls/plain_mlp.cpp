@@ -1,5 +1,7 @@
 #include "plain_mlp.h"
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
 #include <functional>
 #include <iterator>
 #include <numeric>
@@ -232,6 +234,16 @@ PyObject* dtype_taken(PyObject* x) {
   return nullptr;
 }
 
+PyObject* dtype_followed(PyObject* x) {
+  if (class_of(x) != settings.tensor || !aoti_torch_grad_mode_is_enabled() || PyObject_Size(settings.blocks) != 1) {
+    return nullptr;
+  }
+  const bool followed = attribute_is_true(x, names().requires_grad) == kYes;
+  const Owned dtype(followed ? PyObject_GetAttr(x, names().dtype) : nullptr);
+  PyErr_Clear();
+  return dtype.get();  // torch holds it
+}
+
 bool is_tensor(PyObject* operand) {
   return class_of(operand) == settings.tensor || class_of(operand) == settings.parameter;
 }
@@ -259,7 +271,8 @@ Answer needs_gradient(PyObject* operands) {
 
 int64_t number_of_elements(PyObject* tensor) {
   dlpack::Tensor view;
-  if (read_sizes(tensor, &view)) return std::accumulate(view.sizes, view.sizes + view.dims, int64_t{1}, std::multiplies());
+  if (read_sizes(tensor, &view))
+    return std::accumulate(view.sizes, view.sizes + view.dims, int64_t{1}, std::multiplies());
   const Owned numel(PyObject_CallMethodObjArgs(tensor, names().numel, nullptr));
   return numel ? PyLong_AsSsize_t(numel.get()) : -1;
 }
@@ -276,10 +289,9 @@ Answer is_little_work(bool gated, bool in_eval, int64_t work) {
   return PyErr_Occurred() ? kError : answer(least != nullptr && work < PyLong_AsSsize_t(least));
 }
 
-Answer is_left(const Mlp& mlp, PyObject* code, PyObject* dtype, const Block& block) {
+Answer is_left(const Mlp& mlp, PyObject* dtype, const Block& block) {
   PyObject* const weight = held_weight(mlp.projections[0]);
-  const Answer followed = PyErr_Occurred() ? kError : is_plainly_followed(mlp.x, weight);
-  return followed == kYes ? is_little(mlp, weight, code, dtype, &block) : followed;
+  return PyErr_Occurred() ? kError : is_little(mlp, weight, nullptr, dtype, &block);
 }
 
 PyObject* fused(const Mlp& mlp, bool recording, const Block* block, bool adapted) {

@@ -39,6 +39,11 @@ constexpr Py_ssize_t kBlockOperands = 11;
 // The dtype of a tensor that the compiled ops take, and are free to: borrowed; nullptr where they do not.
 PyObject* dtype_taken(PyObject* x);
 
+// The dtype of a tensor that autograd follows, at the cost of few questions: in a small model's call each function of
+// torch that is asked takes a microsecond. Borrowed; nullptr, without an error, where more has to be asked. What is
+// left by it is computed as it was written, whatever else there is to ask.
+PyObject* dtype_followed(PyObject* x);
+
 // True if an operand is a torch.Tensor or an nn.Parameter, and no subclass of them.
 bool is_tensor(PyObject* operand);
 
@@ -57,10 +62,9 @@ Answer is_composite(PyObject* act);
 // True if the first layer does too little on a GPU for an op that autograd records, by so many multiplications.
 Answer is_little_work(bool gated, bool in_eval, int64_t work);
 
-// True if autograd follows an MLP, as x or its first weight tells, and it does too little for an op that is recorded,
-// or its block does. Asked before all else, it saves all other questions: neither guards nor hooks are asked. `code` is
-// that of the activation, or nullptr.
-Answer is_left(const Mlp& mlp, PyObject* code, PyObject* dtype, const Block& block);
+// True if an MLP of plain layers that autograd follows, or its block, does too little for an op that is recorded, as
+// far as its first layer tells.
+Answer is_left(const Mlp& mlp, PyObject* dtype, const Block& block);
 
 // The result, or the operands of the op where that is left to Python. nullptr is an error where one is set, else an
 // answer: it is not known. With a block, the result is that of the block, and what is left is the pattern and the

@@ -88,10 +88,8 @@ PyObject* split_mlp(PyObject* firsts, PyObject* seconds, PyObject* owner, PyObje
   if (!given.add(parts[0])) return nullptr;
   const bool in_eval = item(state, names().training) == Py_False;
   Mlp mlp{PyTuple_GetItem(of_first, 0), x, given.all().subspan(1), given.all()[0], passing.first(in_front), in_eval};
-  if (recording && !normed && class_of(x) == settings.tensor && is_quiet() == kYes) {
-    const Owned dtype(PyObject_GetAttr(x, names().dtype));
-    const Block none{Py_None, Py_None, {}, names().one, Py_None, Py_None};
-    const Answer left = dtype ? is_left(mlp, nullptr, dtype.get(), none) : kError;
+  if (PyObject* const dtype = normed ? nullptr : dtype_followed(x)) {
+    const Answer left = is_left(mlp, dtype, {Py_None, Py_None, {}, names().one, Py_None, Py_None});
     if (left == kYes) return noting_left(first, PyBool_FromLong(false));
     if (left == kError && !is_answer()) return nullptr;
   }
@@ -333,21 +331,42 @@ Answer is_trained(PyObject* state, int generations) {
   return kError;
 }
 
-// Computes py_runs_as_written(). It takes the MLP for one with four times as many hidden features as inputs.
-Answer runs_as_written(PyObject* x, PyObject* module, bool gated) {
+// True if an MLP that autograd, or autocast, has to do with does too little in a dtype. It is taken for one with four
+// times as many hidden features as inputs.
+Answer does_little(PyObject* x, PyObject* dtype, bool gated, bool in_eval) {
   constexpr int64_t kWider = 4;
+  const int64_t elements = number_of_elements(x);
+  if (elements < 0) return kError;
+  const int64_t hidden = kWider * elements;
+  PyObject* const of_dtype = item(settings.least_recorded, dtype);
+  PyObject* const least = of_dtype == nullptr ? nullptr : item(of_dtype, gated ? names().gated_mlp : names().mlp);
+  if (least != nullptr) return answer(hidden < PyLong_AsSsize_t(least));
+  const int64_t width = size_of_last(x);
+  return width < 0 ? kError : is_little_work(gated, in_eval, hidden * width);
+}
+
+// Computes py_runs_as_written(), behind torch's modes.
+Answer runs_as_written(PyObject* x, PyObject* module, bool gated) {
+  PyObject* const state = state_of(module);
+  if (state == nullptr) return kError;
+  PyObject* const training = item(state, names().training);
+  const Answer composite = has_composite(state);
+  if (composite == kError) return kError;
+  PyObject* const quick = composite == kNo ? dtype_followed(x) : nullptr;
+  if (quick != nullptr) {
+    const Answer little = does_little(x, quick, gated, training == Py_False);
+    if (little != kNo || is_autocasting() == kNo) return little;
+  }
   const Answer transformed = said_by(settings.is_transformed);  // the parts are torch's then
-  PyObject* const state = transformed == kNo ? state_of(module) : nullptr;
-  if (state == nullptr) return transformed == kYes ? kYes : kError;
+  if (transformed != kNo) return transformed;
   Answer recording = is_recording();
   // In training mode a call that is not recorded runs as one that is (autograd/training.py).
-  const bool alike = recording == kNo && item(state, names().training) == Py_True && is_unrecorded() == kYes;
+  const bool alike = recording == kNo && training == Py_True && is_unrecorded() == kYes;
   if (alike) recording = kYes;
   const Answer casting = recording == kError || PyErr_Occurred() ? kError : is_autocasting();
   if (casting == kError) return kError;
   if (recording != kYes && casting != kYes) return kNo;
-  const PastModes modes;
-  PyObject* const dtype = modes.said() == kYes ? dtype_taken(x) : nullptr;
+  PyObject* const dtype = dtype_taken(x);
   if (dtype == nullptr) return PyErr_Occurred() ? kError : kNo;
   const Owned cast_to(casting == kYes ? autocast_dtype() : nullptr);
   const bool cast = cast_to && cast_to.get() != dtype;
@@ -357,26 +376,20 @@ Answer runs_as_written(PyObject* x, PyObject* module, bool gated) {
   if (!cast && followed != kYes) return kNo;
   const Answer quiet = is_quiet();  // what is traced is not asked further: its sizes are recorded too
   if (quiet != kYes) return quiet;
-  const Answer composite = has_composite(state);
-  if (composite != kNo) return composite == kYes ? kNo : kError;
+  if (composite == kYes) return kNo;
   if (followed != kYes && !gated) return kYes;  // all of it is torch's, products that cast and an activation
-  const int64_t elements = number_of_elements(x);
-  if (elements < 0) return kError;
-  const int64_t hidden = kWider * elements;
-  PyObject* const of_dtype = item(settings.least_recorded, cast ? cast_to.get() : dtype);
-  PyObject* const least = of_dtype == nullptr ? nullptr : item(of_dtype, gated ? names().gated_mlp : names().mlp);
-  if (least != nullptr) return answer(hidden < PyLong_AsSsize_t(least));
-  const int64_t width = size_of_last(x);
-  if (width < 0) return kError;
-  const bool in_eval = followed != kYes || item(state, names().training) == Py_False;
-  return is_little_work(gated, in_eval, hidden * width);
+  const bool in_eval = followed != kYes || training == Py_False;
+  // Where autocast casts, what autograd follows is first judged as above, by its own dtype.
+  const Answer little = followed == kYes || !cast ? does_little(x, dtype, gated, in_eval) : kNo;
+  return cast && little == kNo ? does_little(x, cast_to.get(), gated, in_eval) : little;
 }
 
 Answer py_runs_as_written(PyObject* given) {
   PyObject* of[3];
   if (!unpack(given, "ooo", of)) return kError;
   if (std::exchange(left_last, nullptr) == of[1]) return kYes;
-  const Answer left = runs_as_written(of[0], of[1], of[2] == Py_True);
+  const PastModes modes;
+  const Answer left = modes.said() == kYes ? runs_as_written(of[0], of[1], of[2] == Py_True) : modes.said();
   return left == kError && is_answer() ? kNo : left;
 }
 
@@ -445,12 +458,11 @@ PyObject* py_adapted(PyObject* given) {
 }
 
 // True if a norm in eval mode has so few values, and autograd follows them, that its own code takes less time.
-Answer is_little_in_eval(PyObject* state, PyObject* x, PyObject* dtype, Answer recording) {
-  PyObject* const least = item(settings.least_norm, dtype);
-  if (least == nullptr || item(state, names().training) != Py_False) return PyErr_Occurred() ? kError : kNo;
-  const Answer followed = is_followed(x, recording), quiet = followed == kYes ? is_quiet() : followed;
-  if (quiet != kYes)
-    return quiet == kError ? kError : answer(followed == kYes);  // what is traced is left, and not asked
+Answer is_little_in_eval(PyObject* state, PyObject* x) {
+  if (PyObject_Size(settings.least_norm) == 0 || item(state, names().training) != Py_False) return kNo;
+  PyObject* const dtype = dtype_followed(x);
+  PyObject* const least = dtype == nullptr ? nullptr : item(settings.least_norm, dtype);
+  if (least == nullptr) return kNo;
   const int64_t elements = number_of_elements(x);
   return elements < 0 ? kError : answer(elements < PyLong_AsSsize_t(least));
 }
@@ -458,13 +470,12 @@ Answer is_little_in_eval(PyObject* state, PyObject* x, PyObject* dtype, Answer r
 // The result of a norm by itself, which runs its fused forward, or the operands of its op; nullptr without an error
 // where its own code has to run.
 PyObject* normed(PyObject* norm, PyObject* x) {
-  PyObject* const dtype = dtype_taken(x);
-  PyObject* const known = dtype == nullptr ? nullptr : item(settings.norms, class_of(norm));
+  PyObject* const known = item(settings.norms, class_of(norm));
   PyObject* const state = known == nullptr ? nullptr : state_of(norm);
-  const Answer recording = state == nullptr ? kError : is_recording();
-  if (recording == kError || is_little_in_eval(state, x, dtype, recording) != kNo || is_undisturbed() != kYes) {
-    return nullptr;
-  }
+  if (state == nullptr || is_little_in_eval(state, x) != kNo) return nullptr;
+  PyObject* const dtype = dtype_taken(x);
+  const Answer recording = dtype == nullptr ? kError : is_recording();
+  if (recording == kError || is_undisturbed() != kYes) return nullptr;
   const int64_t width = size_of_last(x);
   const Owned given(width < 0 ? nullptr : PyTuple_New(6));  // x, weight, bias, eps, code, rounded
   PyObject* const operands = given.get();
@@ -532,10 +543,53 @@ PyObject* with_block(PyObject* const* of, const Use& use) {
   return known ? use(owner, block, recording == kYes) : nullptr;
 }
 
+// The child of a module under a name, whatever it is; nullptr, which is no error in itself, where there is none.
+PyObject* child_of(PyObject* module, PyObject* name) {
+  PyObject* const state = PyUnicode_Check(name) ? state_of(module) : nullptr;
+  PyObject* const modules = state == nullptr ? nullptr : item(state, names().modules);
+  return modules == nullptr || !PyDict_Check(modules) ? nullptr : item(modules, name);
+}
+
+// is_left() of the block of an MLP whose activation and first projection a module has under their names, whatever else
+// a call runs: a look that costs little, before all questions.
+Answer looks_left(PyObject* pattern, PyObject* module, PyObject* act, PyObject* first, PyObject* x, PyObject* dtype) {
+  PyObject* const projection = child_of(module, first);
+  PyObject *const function = child_of(module, act), *const state = state_of(module);
+  if (projection == nullptr || state == nullptr) return PyErr_Occurred() ? kError : kNo;
+  const bool in_eval = item(state, names().training) == Py_False;
+  const Mlp mlp{pattern, x, Objects(&projection, 1), function == nullptr ? Py_None : function, {}, in_eval};
+  return is_left(mlp, dtype, {Py_None, Py_None, {}, names().one, x, Py_None});
+}
+
+// The same of a child of the owner that is an MLP and no more.
+Answer child_looks_left(PyObject* wholes, PyObject* plan, PyObject* owner, PyObject* x) {
+  PyObject* const dtype = dtype_followed(x);
+  PyObject* const module = dtype == nullptr ? nullptr : child_of(owner, field(plan, kModule));
+  PyObject* const state = module == nullptr ? nullptr : state_of(module);
+  PyObject* const own = state == nullptr ? nullptr : item(state, names().forward);
+  const Owned forward(own == nullptr ? nullptr : bound_function(own, module));
+  PyObject* const segment = forward ? item(wholes, forward.get()) : nullptr;
+  PyObject* const parts = segment == nullptr ? Py_None : PyTuple_GetItem(segment, kNames);
+  PyObject* const pattern = parts == Py_None ? Py_None : PyTuple_GetItem(parts, 0);
+  if (pattern == Py_None) return PyErr_Occurred() ? kError : kNo;  // a list of modules
+  if (PyDict_Check(pattern)) return kYes;                          // a mixture, which no op computes under autograd
+  PyObject* const names_of_parts = PyTuple_GetItem(parts, 1);
+  PyObject *const act = PyTuple_GetItem(names_of_parts, 0), *const first = PyTuple_GetItem(names_of_parts, 1);
+  const Answer left = looks_left(pattern, module, act, first, x, dtype);
+  if (left == kYes) note_left(module);
+  return left;
+}
+
 PyObject* py_block(PyObject* given) {
   PyObject* of[7];
   if (!unpack(given, "tooooot", of)) return nullptr;
   PyObject* const plan = of[0];
+  PyObject* const first = PyTuple_GetItem(field(plan, kProjections), 0);
+  PyObject* const dtype = field(plan, kLast) == Py_None ? dtype_followed(of[2]) : nullptr;
+  if (dtype != nullptr && looks_left(field(plan, kPattern), of[1], field(plan, kAct), first, of[2], dtype) == kYes) {
+    return PyBool_FromLong(false);
+  }
+  if (PyErr_Occurred()) return nullptr;
   return with_block(of, [&](const Owner& owner, const Block& block, bool recording) -> PyObject* {
     Few projections, between;
     const Owned act = activation_of(owner, plan);
@@ -546,44 +600,13 @@ PyObject* py_block(PyObject* given) {
   });
 }
 
-// is_left() of a block whose MLP is a child, by what there is under the names of its parts, whatever else a call runs:
-// a look that costs little, before all questions.
-Answer looks_left(PyObject* wholes, PyObject* plan, PyObject* owner, PyObject* x, const Block& block) {
-  if (is_recording() != kYes || class_of(x) != settings.tensor || is_quiet() != kYes) return kNo;
-  const auto child = [](PyObject* module, PyObject* name) {
-    PyObject* const state = PyUnicode_Check(name) ? state_of(module) : nullptr;
-    PyObject* const modules = state == nullptr ? nullptr : item(state, names().modules);
-    return modules == nullptr || !PyDict_Check(modules) ? nullptr : item(modules, name);
-  };
-  PyObject* const module = field(plan, kFirst) == Py_None ? nullptr : child(owner, field(plan, kModule));
-  PyObject* const state = module == nullptr ? nullptr : state_of(module);
-  PyObject* const own = state == nullptr ? nullptr : item(state, names().forward);
-  const Owned forward(own == nullptr ? nullptr : bound_function(own, module));
-  PyObject* const segment = forward ? item(wholes, forward.get()) : nullptr;
-  PyObject* const parts = segment == nullptr ? Py_None : PyTuple_GetItem(segment, kNames);
-  PyObject* const pattern = parts == Py_None ? Py_None : PyTuple_GetItem(parts, 0);
-  if (pattern == Py_None) return kNo;                      // a list of modules
-  if (PyDict_Check(pattern)) return is_followed(x, kYes);  // a mixture, which no op computes where autograd follows
-  PyObject* const names_of_parts = PyTuple_GetItem(parts, 1);
-  PyObject* const act = child(module, PyTuple_GetItem(names_of_parts, 0));
-  PyObject* const first = act == nullptr ? nullptr : child(module, PyTuple_GetItem(names_of_parts, 1));
-  if (first == nullptr) return kNo;
-  const Owned dtype(PyObject_GetAttr(x, names().dtype));
-  const bool in_eval = item(state, names().training) == Py_False;
-  const Answer left =
-      dtype ? is_left({pattern, x, Objects(&first, 1), act, {}, in_eval}, nullptr, dtype.get(), block) : kError;
-  if (left == kYes) note_left(module);
-  return left;
-}
-
 PyObject* py_block_of(PyObject* given) {
   PyObject* of[8];
   if (!unpack(given, "dtooooot", of)) return nullptr;
   PyObject* const plan = of[1];
   const PastModes modes;
   if (modes.said() != kYes) return nullptr;
-  if (field(plan, kLast) == Py_None &&
-      looks_left(of[0], plan, of[2], of[3], {Py_None, Py_None, {}, of[5], of[4], Py_None}) == kYes) {
+  if (field(plan, kLast) == Py_None && child_looks_left(of[0], plan, of[2], of[3]) == kYes) {
     return PyBool_FromLong(false);
   }
   if (PyErr_Occurred()) return nullptr;
