@@ -238,10 +238,8 @@ PyObject* dtype_followed(PyObject* x) {
   if (class_of(x) != settings.tensor || !aoti_torch_grad_mode_is_enabled() || PyObject_Size(settings.blocks) != 1) {
     return nullptr;
   }
-  const bool followed = attribute_is_true(x, names().requires_grad) == kYes;
-  const Owned dtype(followed ? PyObject_GetAttr(x, names().dtype) : nullptr);
-  PyErr_Clear();
-  return dtype.get();  // torch holds it
+  if (attribute_is_true(x, names().requires_grad) != kYes) return nullptr;
+  return Owned(PyObject_GetAttr(x, names().dtype)).get();  // torch holds it
 }
 
 bool is_tensor(PyObject* operand) {

@@ -93,6 +93,7 @@ PyObject* split_mlp(PyObject* firsts, PyObject* seconds, PyObject* owner, PyObje
     if (left == kYes) return noting_left(first, PyBool_FromLong(false));
     if (left == kError && !is_answer()) return nullptr;
   }
+  if (PyErr_Occurred()) return nullptr;
   if (followed == kYes && !normed) return nullptr;
   if (ending != Py_None && PyTuple_Size(rest) == 1) {
     const Block block{Py_None,
@@ -355,8 +356,10 @@ Answer runs_as_written(PyObject* x, PyObject* module, bool gated) {
   PyObject* const quick = composite == kNo ? dtype_followed(x) : nullptr;
   if (quick != nullptr) {
     const Answer little = does_little(x, quick, gated, training == Py_False);
-    if (little != kNo || is_autocasting() == kNo) return little;
+    const Answer casting = little == kNo ? is_autocasting() : little;
+    if (casting == kNo || little != kNo) return little;
   }
+  if (PyErr_Occurred()) return kError;
   const Answer transformed = said_by(settings.is_transformed);  // the parts are torch's then
   if (transformed != kNo) return transformed;
   Answer recording = is_recording();
@@ -462,7 +465,7 @@ Answer is_little_in_eval(PyObject* state, PyObject* x) {
   if (PyObject_Size(settings.least_norm) == 0 || item(state, names().training) != Py_False) return kNo;
   PyObject* const dtype = dtype_followed(x);
   PyObject* const least = dtype == nullptr ? nullptr : item(settings.least_norm, dtype);
-  if (least == nullptr) return kNo;
+  if (least == nullptr) return PyErr_Occurred() ? kError : kNo;
   const int64_t elements = number_of_elements(x);
   return elements < 0 ? kError : answer(elements < PyLong_AsSsize_t(least));
 }
