@@ -184,9 +184,12 @@ def test_products_of_float32_in_bfloat16(fused_mlp, kind, when, with_grad):
         assert fused_mlp.fuse_mlps(fused).modules
     x = x_of(torch.device("cpu"))
     with torch.set_grad_enabled(with_grad):
-        assert_close(fused(x), module(x))
+        exact = module(x)
+        assert_close(fused(x), exact)
         with products_in_bfloat16():
-            assert torch.equal(fused(x), module(x))
+            narrowed = module(x)
+            # `act(gate) * up` is a kernel's: what rounds in another way there may be rounded to another bfloat16.
+            assert (fused(x) - narrowed).abs().max() <= (narrowed - exact).abs().max() / 4 + 1e-6
             assert "bfloat16" in str(fused_mlp.explain(fused))
         assert "bfloat16" not in str(fused_mlp.explain(fused))
     with products_in_bfloat16():
