@@ -259,7 +259,8 @@ Answer needs_gradient(PyObject* operands) {
 
 int64_t number_of_elements(PyObject* tensor) {
   dlpack::Tensor view;
-  if (read_sizes(tensor, &view)) return std::accumulate(view.sizes, view.sizes + view.dims, int64_t{1}, std::multiplies());
+  if (read_sizes(tensor, &view))
+    return std::accumulate(view.sizes, view.sizes + view.dims, int64_t{1}, std::multiplies());
   const Owned numel(PyObject_CallMethodObjArgs(tensor, names().numel, nullptr));
   return numel ? PyLong_AsSsize_t(numel.get()) : -1;
 }
