@@ -53,7 +53,8 @@ class _PreNormed(torch.autograd.Function):
             result, normed, statistics, gate, up = (*found, None)[:5]
         needs = _of_mlp(ctx.needs_input_grad)
         more = x if needs[0] else None, norm_weight, norm_bias, statistics, mask
-        training.save(ctx, (normed, *layers), (gate, up), needs, activation, up_first, keep, more)
+        how = activation, up_first, keep
+        training.save(ctx, nodes.saved(needs, keep), (normed, *layers), (gate, up), needs, how, more)
         ctx.norm = eps, code, dropout
         return result
 
@@ -104,7 +105,8 @@ class _PostNormed(torch.autograd.Function):
             kept = () if keep is None else found[-1:] if block[2] is None else found[-2:]
         y, total, statistics, mask = (*found[: len(found) - len(kept)], None)[:4]
         more, (gate, up) = (total, norm_weight, norm_bias, statistics, mask), (*kept, None, None)[:2]
-        training.save(ctx, block[:7], (gate, up), ctx.needs_input_grad[:7], activation, up_first, keep, more)
+        needs, how = ctx.needs_input_grad[:7], (activation, up_first, keep)
+        training.save(ctx, nodes.saved(needs, keep), block[:7], (gate, up), needs, how, more)
         ctx.norm = eps, code, dropout
         return y, total
 
