@@ -43,7 +43,9 @@ PyObject* edges(PyObject* inputs, PyObject* lost) {
     if (leaf == kNo) return PyObject_CallFunctionObjArgs(settings.edges, inputs, lost, nullptr);
     if (leaf == kError) return nullptr;
   }
-  return PyDict_New();
+  static PyObject* const none = PyDict_New();  // nobody writes to it
+  Py_XINCREF(none);
+  return none;
 }
 
 // Puts a new reference, which may be null, into a tuple.
