@@ -45,7 +45,7 @@ def run(module_of, device):
         given, first, second, bias, second_bias, *norm = leaves
         residual = None if kind == "pre_normed" else given
         layers = given, first, None, second, bias, None, second_bias
-        found = getattr(blocks, kind)(*layers, residual, *norm, 1e-5, 1, code, None, True, 0.0)
+        found = getattr(blocks, kind)(*layers, residual, *norm, (1e-5, 1, code, None, True, 0.0))
         result = found if kind == "pre_normed" else found[0]
         if in_leaves:
             result.square().sum().backward()

@@ -2,6 +2,7 @@
 
 #include "../global_state/settings.h"
 #include "answers.h"
+#include "direct/call.h"
 #include "parts.h"
 
 namespace fused_mlp {
@@ -27,9 +28,9 @@ PyObject* apart(PyObject* operand, Py_ssize_t place) {
 PyObject* layout(PyObject* inputs, PyObject* needs) {
   for (Py_ssize_t i = 0; i < kLastWeight; ++i) {  // x and the weights of the first layer
     if (PyTuple_GetItem(needs, i) != Py_True) continue;
-    const Owned dense(PyObject_CallMethodObjArgs(PyTuple_GetItem(inputs, i), names().is_contiguous, nullptr));
-    if (truth(dense.get()) == kNo) return PyObject_CallFunctionObjArgs(settings.layout, inputs, needs, nullptr);
-    if (PyErr_Occurred()) return nullptr;
+    dlpack::Tensor view;
+    const bool dense = read_sizes(PyTuple_GetItem(inputs, i), &view) && is_contiguous(view);
+    if (!dense) return PyObject_CallFunctionObjArgs(settings.layout, inputs, needs, nullptr);
   }
   return PyLong_FromSsize_t(0);
 }
@@ -42,7 +43,9 @@ PyObject* edges(PyObject* inputs, PyObject* lost) {
     if (leaf == kNo) return PyObject_CallFunctionObjArgs(settings.edges, inputs, lost, nullptr);
     if (leaf == kError) return nullptr;
   }
-  return PyDict_New();
+  static PyObject* const none = PyDict_New();  // nobody writes to it
+  Py_XINCREF(none);
+  return none;
 }
 
 // Puts a new reference, which may be null, into a tuple.

@@ -124,7 +124,6 @@ struct Names {
   PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
   PyObject* is_inference = PyUnicode_InternFromString("is_inference");
   PyObject* is_leaf = PyUnicode_InternFromString("is_leaf");
-  PyObject* is_contiguous = PyUnicode_InternFromString("is_contiguous");
   PyObject* detach = PyUnicode_InternFromString("detach");
   // Attributes of a node of autograd (autograd/training.py).
   PyObject* how = PyUnicode_InternFromString("how");

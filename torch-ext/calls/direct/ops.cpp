@@ -146,8 +146,8 @@ bool call(Result (*op)(Parameters...), PyObject* operands, PyObject** found) {
   return call(op, operands, found, std::index_sequence_for<Parameters...>());
 }
 
-// x + mlp(norm(x)) and norm(residual + dropout(mlp(x))) as one call: what the two ops give, with the result first.
-// `keep` is none where the MLP is a single layer.
+// x + mlp(norm(x)) and norm(residual + dropout(mlp(x))) as one call: the result, what the norm's op gives, and the
+// values of gate and, where there is one, up. `keep` is none where the MLP is a single layer.
 std::vector<Tensor> pre_normed_forward(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight,
                                        const OptionalTensor& second_weight, const OptionalTensor& bias,
                                        const OptionalTensor& up_bias, const OptionalTensor& second_bias,
@@ -158,7 +158,9 @@ std::vector<Tensor> pre_normed_forward(const Tensor& x, const Tensor& weight, co
                                                 activation, keep, up_first);
   AtenTensorHandle sum = nullptr;
   TORCH_ERROR_CODE_CHECK(add_tensors(x.get(), out.get(), 1.0, &sum));
-  return {Tensor(sum), gate, up, normed, statistics};
+  std::vector<Tensor> found{Tensor(sum), normed, statistics, gate};
+  if (up_weight) found.push_back(up);
+  return found;
 }
 
 std::vector<Tensor> post_normed_forward(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight,
@@ -167,16 +169,17 @@ std::vector<Tensor> post_normed_forward(const Tensor& x, const Tensor& weight, c
                                         const Tensor& residual, const OptionalTensor& norm_weight,
                                         const OptionalTensor& norm_bias, double eps, int64_t norm, int64_t activation,
                                         std::optional<bool> up_first, std::optional<bool> keep, double dropout) {
-  const auto normed = [&](const Tensor& out) {
-    return sum_norm_forward(out, residual, norm_weight, norm_bias, eps, norm, dropout);
-  };
-  if (!keep) {
-    return normed(projections_forward(x, weight, std::nullopt, std::nullopt, bias, std::nullopt, std::nullopt)[0]);
-  }
-  const auto [out, gate, up] =
-      training_forward(x, weight, up_weight, second_weight, bias, up_bias, second_bias, activation, *keep, up_first);
-  std::vector<Tensor> found = normed(out);
-  found.insert(found.begin() + 1, {gate, up});
+  std::vector<Tensor> kept;
+  const auto result = [&] {
+    if (!keep) return projections_forward(x, weight, {}, {}, bias, {}, {})[0];
+    const auto [out, gate, up] =
+        training_forward(x, weight, up_weight, second_weight, bias, up_bias, second_bias, activation, *keep, up_first);
+    kept.push_back(gate);
+    if (up_weight) kept.push_back(up);
+    return out;
+  }();
+  std::vector<Tensor> found = sum_norm_forward(result, residual, norm_weight, norm_bias, eps, norm, dropout);
+  found.insert(found.end(), kept.begin(), kept.end());
   return found;
 }
 

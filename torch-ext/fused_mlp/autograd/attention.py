@@ -24,7 +24,6 @@ _project, _plain_gradients, _rotate = (
 
 # Bound once: to look these up is a measurable part of a small call.
 _dispatch_modes = torch._C._len_torch_dispatch_stack
-_save = training._save
 
 
 class _Projections(torch.autograd.Function):
@@ -33,7 +32,7 @@ class _Projections(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *operands: Any) -> Tuple[Tensor, ...]:
         needs = ctx.needs_input_grad
-        _save(ctx, nodes.saved(needs, None), operands, (None, None), needs, (), ())
+        training.save(ctx, nodes.saved(needs, None), operands, (None, None), needs, (), ())
         return tuple(_project(*operands))
 
     @staticmethod

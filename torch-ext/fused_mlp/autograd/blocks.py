@@ -19,10 +19,10 @@ from torch import Tensor
 from ..backends import native, reference
 from . import attention, nodes, norms, training
 
-# The nodes take the seven operands of ``training_forward``; the residual, or None where that is x; the norm's weight and
-# bias; and in a tuple, as each argument that is no tensor takes torch as long as three that are: eps and code of the norm
-# (torch-ext/ops/norm.h); the activation's code; ``up_first`` and ``keep`` of ``training_forward``, None of a single layer;
-# and the probability of a dropout, 0 for none. They are for calls that nothing traces and whose operations nobody sees.
+# The nodes take the seven operands of ``training_forward``; the residual, or None where that is x; weight and bias of
+# the norm; and in a tuple, as torch looks long at each argument that is no tensor: eps and code of the norm
+# (torch-ext/ops/norm.h); the activation's code; ``up_first`` and ``keep`` of ``training_forward``, None of a single
+# layer; and the probability of a dropout, 0 for none. They are for calls that nothing traces or watches.
 
 # Past torch's dispatcher, in one call; None where that has to see the ops (torch-ext/calls/direct/ops.h).
 _pre_normed_forward, _post_normed_forward = (
@@ -50,10 +50,11 @@ class _PreNormed(torch.autograd.Function):
                 result, mask = _native_dropout(result, dropout, True)
             result = x + result
         else:
-            result, gate, up, normed, statistics = found
+            result, normed, statistics, gate, up = (*found, None)[:5]
         needs = _of_mlp(ctx.needs_input_grad)
         more = x if needs[0] else None, norm_weight, norm_bias, statistics, mask
-        training.save(ctx, (normed, *layers), (gate, up), needs, activation, up_first, keep, more)
+        how = activation, up_first, keep
+        training.save(ctx, nodes.saved(needs, keep), (normed, *layers), (gate, up), needs, how, more)
         ctx.norm = eps, code, dropout
         return result
 
@@ -93,21 +94,19 @@ class _PostNormed(torch.autograd.Function):
     def forward(ctx: Any, *block: Any) -> Tuple[Tensor, Tensor]:
         residual, norm_weight, norm_bias, how = block[7:]
         eps, code, activation, up_first, keep, dropout = how
-        found, kept = _post_normed_forward(*block[:10], *how), (None, None)
+        found = _post_normed_forward(*block[:10], *how)
         if found is None:
             if keep is None:
-                result = F.linear(block[0], block[1], block[4])
+                result, kept = F.linear(block[0], block[1], block[4]), ()
             else:
                 result, *kept = training._plain_forward(*block[:7], activation, keep, up_first)
-            norm = norm_weight, norm_bias, eps, code, dropout
-            y, total, statistics, *masks = norms._plain_sum_forward(result, residual, *norm)
-        elif keep is None:
-            y, total, statistics, *masks = found
+            found = [*norms._plain_sum_forward(result, residual, norm_weight, norm_bias, eps, code, dropout), *kept]
         else:
-            y, *kept, total, statistics = found[:5]
-            masks = found[5:]
-        more = total, norm_weight, norm_bias, statistics, masks[0] if masks else None
-        training.save(ctx, block[:7], tuple(kept), ctx.needs_input_grad[:7], activation, up_first, keep, more)
+            kept = () if keep is None else found[-1:] if block[2] is None else found[-2:]
+        y, total, statistics, mask = (*found[: len(found) - len(kept)], None)[:4]
+        more, (gate, up) = (total, norm_weight, norm_bias, statistics, mask), (*kept, None, None)[:2]
+        needs, how = ctx.needs_input_grad[:7], (activation, up_first, keep)
+        training.save(ctx, nodes.saved(needs, keep), block[:7], (gate, up), needs, how, more)
         ctx.norm = eps, code, dropout
         return y, total
 

@@ -37,7 +37,8 @@ _plain_forward, _plain_backward, _plain_backward_in_place = (
     getattr(native.plain_modules, f"training_{name}", None) for name in ("forward", "backward", "backward_")
 )
 
-_save, _compiled_backward = (getattr(native.plain_modules, name, None) for name in ("save", "recorded_backward"))
+# Sets what :func:`gradients` reads of a node (torch-ext/calls/saving.h), in compiled code.
+save, _compiled_backward = (getattr(native.plain_modules, name, None) for name in ("save", "recorded_backward"))
 
 # Bound once: to look these up is a measurable part of a small call.
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -342,31 +343,14 @@ if native.DEVICE_TYPE is not None:
     )
 
 
-def save(
-    ctx: Any,
-    inputs: Operands,
-    kept: Tuple[Tensor, ...],
-    needs: nodes.Needs,
-    activation: int,
-    up_first: Optional[bool],
-    keep: bool,
-    more: Operands = (),
-) -> None:
-    """Sets what :func:`gradients` reads of a node whose op was given ``inputs``; ``more`` is saved behind that.
-
-    ``kept`` are gate and up before the activation. They belong to the node, where no hooks have to see what autograd
-    saves: nobody else gets hold of them, so that they may be overwritten.
-    """
-    _save(ctx, nodes.saved(needs, keep), inputs, kept, needs, (activation, up_first, keep), more)
-
-
 class _Recorded(torch.autograd.Function):
     """The implementation that is registered for the op, in a third of the time, for calls that nothing traces."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         result, gate, up = _plain_forward(*inputs)
-        save(ctx, inputs, (gate, up), ctx.needs_input_grad, inputs[7], inputs[9], inputs[8])
+        needs, (activation, keep, up_first) = ctx.needs_input_grad, inputs[7:]
+        save(ctx, nodes.saved(needs, keep), inputs, (gate, up), needs, (activation, up_first, keep), ())
         return result
 
     backward = staticmethod(_gradients)
