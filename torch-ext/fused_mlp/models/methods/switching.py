@@ -118,7 +118,22 @@ def is_unchanged(module: nn.Module) -> bool:
     return state_of(module).get(FUSED, {}).keys() == methods_in(module).keys() != set()
 
 
-def fused_forward(method: FunctionType, compute: Callable[[nn.Module, Any], Any]) -> FunctionType:
+_kinds: Dict[Any, str] = {}  # by fused methods that are not made of the source of a class
+
+
+def kind_of(function: Any) -> Optional[str]:
+    """What a fused method computes, by the name that it was made under; None for one that is made of source."""
+    return _kinds.get(function)
+
+
+def made(kind: str, forward: FunctionType, original: Written) -> FunctionType:
+    """A function that stands for a method of a class, known from then on as fused and of this kind."""
+    functools.update_wrapper(forward, original.function)
+    written[forward], _kinds[forward] = original, kind
+    return forward
+
+
+def fused_forward(kind: str, method: FunctionType, compute: Callable[[nn.Module, Any], Any]) -> FunctionType:
     """The forward of a class made anew: the result of ``compute`` for a call with one argument, x.
 
     The original runs where that is None, and where a graph is traced.
@@ -136,9 +151,7 @@ def fused_forward(method: FunctionType, compute: Callable[[nn.Module, Any], Any]
         result = compute(self, args[0]) if is_plain else None
         return method(self, *args, **kwargs) if result is None else result
 
-    functools.update_wrapper(forward, method)
-    written[forward] = original
-    return forward
+    return made(kind, forward, original)
 
 
 def instead_of(method: Written) -> Callable[[Any], Optional[Callable[..., Any]]]:
