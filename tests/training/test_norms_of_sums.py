@@ -119,12 +119,6 @@ TYPES = {
     "roberta": (lambda: transformers.RobertaForMaskedLM(transformers.RobertaConfig(**TEXT, pad_token_id=0)), 4),
     "electra": (lambda: transformers.ElectraForMaskedLM(transformers.ElectraConfig(**TEXT)), 4),
     "deberta-v2": (lambda: transformers.DebertaV2ForMaskedLM(transformers.DebertaV2Config(**TEXT)), 4),
-    "distilbert": (
-        lambda: transformers.DistilBertForMaskedLM(
-            transformers.DistilBertConfig(dim=64, hidden_dim=256, n_layers=2, n_heads=4, vocab_size=96, dropout=P)
-        ),
-        2,
-    ),
 }
 PRE_NORM = {
     "gpt2": lambda: transformers.GPT2LMHeadModel(
