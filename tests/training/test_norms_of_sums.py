@@ -18,18 +18,8 @@ P = 0.3 if DROPS else 0.0
 
 
 @pytest.fixture
-def ops(fused_mlp):
-    return importlib.import_module(f"{fused_mlp.__name__}.backends.native")
-
-
-@pytest.fixture
 def norms(fused_mlp):
     return importlib.import_module(f"{fused_mlp.__name__}.autograd.norms")
-
-
-@pytest.fixture
-def written(fused_mlp):
-    return importlib.import_module(f"{fused_mlp.__name__}.backends.reference").norm
 
 
 def by_parts(written, x, residual, weight, bias, behind, mask, p, kind):
