@@ -176,6 +176,11 @@ def of_adapted(module: nn.Module) -> Optional[Outcome]:
     return _own_way(refusal, pattern)
 
 
+def of_norm(module: nn.Module) -> Outcome:
+    """The outcome of a norm by itself."""
+    return _own_way(normed.refusal(module), normed.name_of(module))
+
+
 def _own_way(refusal: Optional[str], pattern: str) -> Outcome:
     """The outcome of what is one call, or for the given reason runs as it was written."""
     return Outcome(FULL, (), pattern) if refusal is None else Outcome(NONE, (Reason(OWN_WAY, "", refusal),), pattern)
@@ -190,7 +195,7 @@ _OF_KIND: Dict[str, Callable[[nn.Module], Optional[Outcome]]] = {
     routers.KIND: lambda module: None if routers.refusal(module) is not None else Outcome(FULL, (), _ROUTER),
     blocks.KIND: lambda module: None if blocks.refusal(module) is not None else Outcome(FULL, (), _MIXTURE),
     adapted.KIND: of_adapted,
-    normed.KIND: lambda module: _own_way(normed.refusal(module), normed.name_of(module)),
+    normed.KIND: of_norm,
 }
 _OF_EXPERTS = (mixtures.KIND, wrappers.KIND, llama4.KIND)
 
