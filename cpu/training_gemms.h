@@ -19,6 +19,10 @@ struct Cpu {
   static constexpr bool kAddsRankLast = true;
   static constexpr bool kDrops = false;
 
+  struct Guard {
+    explicit Guard(const Tensor&) {}
+  };
+
   static void linear_into(const Tensor& out, const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
     run_rows(x, {weight, bias, nullptr, nullptr, static_cast<int64_t>(Activation::kLinear)}, nullptr, out);
   }

@@ -62,7 +62,7 @@ void turn_all(const Rotary& p) {
 }
 
 // The functions that projections.h and rotated.h ask of a backend.
-struct Attention : Cpu {
+struct Backend : Cpu {
   static void torch_linear(const Tensor& out, const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
     fused_mlp::linear_into<aoti_torch_cpu_mm_out, aoti_torch_cpu_addmm_out>(out, x, weight, bias);
   }
@@ -81,25 +81,6 @@ struct Attention : Cpu {
 
 }  // namespace
 
-std::vector<Tensor> projections_forward(const Tensor& x, const Tensor& first_weight,
-                                        const OptionalTensor& second_weight, const OptionalTensor& third_weight,
-                                        const OptionalTensor& first_bias, const OptionalTensor& second_bias,
-                                        const OptionalTensor& third_bias) {
-  const OptionalTensor first(first_weight);
-  return projections<Attention>(x, {&first, &second_weight, &third_weight}, {&first_bias, &second_bias, &third_bias});
-}
-
-std::vector<Tensor> projections_backward(const OptionalTensor& first_grad, const OptionalTensor& second_grad,
-                                         const OptionalTensor& third_grad, const OptionalTensor& x,
-                                         const OptionalTensor& first_weight, const OptionalTensor& second_weight,
-                                         const OptionalTensor& third_weight, int64_t needs) {
-  return projection_gradients<Attention>({&first_grad, &second_grad, &third_grad}, x,
-                                         {&first_weight, &second_weight, &third_weight}, needs);
-}
-
-std::tuple<Tensor, Tensor> rotary(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
-                                  bool inverse) {
-  return rotated<Attention>(q, k, cos, sin, inverse);
-}
-
 }  // namespace fused_mlp
+
+#include "../../torch-ext/ops/attention/ops.inl"

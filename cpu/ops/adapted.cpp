@@ -4,28 +4,9 @@
 #include "../training_gemms.h"
 
 namespace fused_mlp {
-
-std::vector<Tensor> adapted_forward(const Tensor& x, const std::vector<Tensor>& weights,
-                                    const std::vector<OptionalTensor>& biases, const std::vector<OptionalTensor>& a,
-                                    const std::vector<OptionalTensor>& b, const std::vector<double>& scalings,
-                                    const std::vector<double>& dropouts, bool wide_dropout, bool up_drops_first,
-                                    bool gated, int64_t activation, int64_t keep) {
-  const AdaptedLayers layers(weights, biases, a, b, scalings, dropouts, gated);
-  layers.check(x, activation);
-  return Adapted<Cpu>(x, x, layers, activation).forward(static_cast<Keep>(keep), {wide_dropout, up_drops_first});
+namespace {
+using Backend = Cpu;
 }
-
-std::vector<Tensor> adapted_backward(const Tensor& grad, const OptionalTensor& x, const std::vector<Tensor>& weights,
-                                     const std::vector<OptionalTensor>& biases, const std::vector<OptionalTensor>& a,
-                                     const std::vector<OptionalTensor>& b, const std::vector<double>& scalings,
-                                     const std::vector<double>& dropouts, const std::vector<OptionalTensor>& masks,
-                                     const OptionalTensor& gate, const OptionalTensor& up,
-                                     const OptionalTensor& first_rows, const OptionalTensor& second_rows, bool gated,
-                                     int64_t activation, int64_t needs) {
-  const AdaptedLayers layers(weights, biases, a, b, scalings, dropouts, gated);
-  const KeptOfAdapted kept{gate, up, first_rows, second_rows, layers.places_of(masks)};
-  layers.check_backward(grad, x, kept, needs, activation);
-  return Adapted<Cpu>(grad, x, layers, activation).backward(grad, kept, needs);
-}
-
 }  // namespace fused_mlp
+
+#include "../../torch-ext/ops/adapted.inl"

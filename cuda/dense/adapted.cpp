@@ -1,37 +1,12 @@
 // The CUDA backend's ops of layers with adapters.
 #include "../../torch-ext/ops/adapted.h"
 
-#include <torch/csrc/stable/accelerator.h>
-
 #include "training_gemms.h"
 
 namespace fused_mlp {
-
-using torch::stable::accelerator::DeviceGuard;
-
-std::vector<Tensor> adapted_forward(const Tensor& x, const std::vector<Tensor>& weights,
-                                    const std::vector<OptionalTensor>& biases, const std::vector<OptionalTensor>& a,
-                                    const std::vector<OptionalTensor>& b, const std::vector<double>& scalings,
-                                    const std::vector<double>& dropouts, bool wide_dropout, bool up_drops_first,
-                                    bool gated, int64_t activation, int64_t keep) {
-  const AdaptedLayers layers(weights, biases, a, b, scalings, dropouts, gated);
-  layers.check(x, activation);
-  const DeviceGuard device_guard(x.get_device_index());
-  return Adapted<Cuda>(x, x, layers, activation).forward(static_cast<Keep>(keep), {wide_dropout, up_drops_first});
+namespace {
+using Backend = Cuda;
 }
-
-std::vector<Tensor> adapted_backward(const Tensor& grad, const OptionalTensor& x, const std::vector<Tensor>& weights,
-                                     const std::vector<OptionalTensor>& biases, const std::vector<OptionalTensor>& a,
-                                     const std::vector<OptionalTensor>& b, const std::vector<double>& scalings,
-                                     const std::vector<double>& dropouts, const std::vector<OptionalTensor>& masks,
-                                     const OptionalTensor& gate, const OptionalTensor& up,
-                                     const OptionalTensor& first_rows, const OptionalTensor& second_rows, bool gated,
-                                     int64_t activation, int64_t needs) {
-  const AdaptedLayers layers(weights, biases, a, b, scalings, dropouts, gated);
-  const KeptOfAdapted kept{gate, up, first_rows, second_rows, layers.places_of(masks)};
-  layers.check_backward(grad, x, kept, needs, activation);
-  const DeviceGuard device_guard(grad.get_device_index());
-  return Adapted<Cuda>(grad, x, layers, activation).backward(grad, kept, needs);
-}
-
 }  // namespace fused_mlp
+
+#include "../../torch-ext/ops/adapted.inl"

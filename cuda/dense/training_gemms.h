@@ -3,6 +3,7 @@
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
+#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
@@ -216,6 +217,10 @@ struct LayerGemm : TrainingGemm {
 
 // The functions that backward.h and adapted.h ask of a backend.
 struct Cuda {
+  struct Guard : torch::stable::accelerator::DeviceGuard {
+    explicit Guard(const Tensor& x) : DeviceGuard(x.get_device_index()) {}
+  };
+
   static void linear_into(const Tensor& out, const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
     multiply(out, x, transposed(weight), bias);
   }

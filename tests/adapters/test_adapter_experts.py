@@ -18,7 +18,7 @@ import machine
 import mixtures
 import reference
 from reference import FORMULAS
-from safety import alike, assert_close
+from safety import alike, assert_close, count_calls
 from test_experts import drawn, forms, hopper, loop, trained_by_kernels
 
 TARGETS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -565,14 +565,10 @@ def test_the_installed_version_is_known(wrappers):
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("method", ["forward", "get_delta_factors", "active_adapters"])
 def test_patched_methods_are_left(fused_mlp, device, calls, wrappers, monkeypatch, method, when):
-    original, called = getattr(lora.ParamWrapper, method), []
+    called = []
 
     def patch():
-        if isinstance(original, property):
-            around = property(lambda self: (called.append(1), original.fget(self))[1])
-        else:
-            around = functools.wraps(original)(lambda *given, **named: (called.append(1), original(*given, **named))[1])
-        monkeypatch.setattr(lora.ParamWrapper, method, around)
+        count_calls(monkeypatch, lora.ParamWrapper, method, called)
 
     torch.manual_seed(1)
     model = adapted(mixtures.build("qwen3_moe")).to(device)

@@ -9,14 +9,14 @@ import sys
 import peft
 import pytest
 import torch
-import transformers
 from peft.tuners.lora import layer as lora
 from torch import nn
 
 from modules import Plain
-from safety import alike, assert_close
+from safety import alike, assert_close, count_calls
 from safety import run_with_gradients as run
 from tiny_models import build
+from trainers import losses_of
 
 # The projections of the MLPs, of which each model has two.
 PROJECTIONS = {
@@ -476,26 +476,13 @@ def test_unloaded(fused_mlp, device, ops):
 def test_trainer(fused_mlp, device, ops, tmp_path):
     """The losses of transformers.Trainer follow those of the model that is not fused."""
     model, fused, inputs = pair(fused_mlp, device, lora_dropout=0.0)
-    data = [{"input_ids": row, "labels": row} for row in inputs["input_ids"].cpu().repeat(4, 1)]
-    losses = []
-    for each in (model, fused):
-        given = transformers.TrainingArguments(
-            output_dir=str(tmp_path),
-            max_steps=4,
-            per_device_train_batch_size=4,
-            learning_rate=1e-2,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            use_cpu=device.type == "cpu",
-        )
-        trainer = transformers.Trainer(each, given, train_dataset=data)
-        trainer.train()
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-    assert len(losses[0]) == 4
-    assert losses[0][-1] < losses[0][0]
-    torch.testing.assert_close(*map(torch.tensor, losses[::-1]), rtol=1e-3, atol=1e-3)
+    options = {"max_steps": 4, "per_device_train_batch_size": 4}
+    expected, found = (
+        losses_of(each, inputs["input_ids"].repeat(4, 1), tmp_path, **options) for each in (model, fused)
+    )
+    assert len(expected) == 4
+    assert expected[-1] < expected[0]
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
     assert ops.count("backward") == 4 * MLPS
 
 
@@ -676,15 +663,10 @@ METHODS = ["forward", "active_adapters", "_cast_input_dtype"]
 @pytest.mark.parametrize("method", METHODS)
 def test_patched_methods_are_left(fused_mlp, device, forms, ops, monkeypatch, method, when):
     """Wrapped before the class is read for the first time, or after a model was fused; and taken again afterwards."""
-    original = getattr(lora.Linear, method)
     called = []
 
     def patch():
-        if isinstance(original, property):
-            around = property(lambda self: (called.append(1), original.fget(self))[1])
-        else:
-            around = functools.wraps(original)(lambda *given, **named: (called.append(1), original(*given, **named))[1])
-        monkeypatch.setattr(lora.Linear, method, around)
+        count_calls(monkeypatch, lora.Linear, method, called)
 
     module, x = small().to(device), torch.randn(3, 32, device=device)
     plain = copy.deepcopy(module)

@@ -17,6 +17,7 @@ from torch import nn
 
 from modules import Gated, RMSNorm
 from safety import assert_close
+from trainers import losses_of
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
 SMALL.update(num_key_value_heads=4, vocab_size=100, pad_token_id=0, eos_token_id=1)
@@ -129,25 +130,18 @@ def test_trainer(fused_mlp, device, classes, tmp_path, config):
     """``Trainer.train`` puts Liger into the model, and may be told to leave its MLPs."""
     model = of("Llama", device).train()
     plain = copy.deepcopy(model)
-    data = [{"input_ids": row, "labels": row} for row in torch.randint(2, 100, (8, 6))]
-    losses = []
+    ids, losses = torch.randint(2, 100, (8, 6)), []
     for each, options in ((plain, {}), (model, {"use_liger_kernel": True, "liger_kernel_config": config})):
-        arguments = transformers.TrainingArguments(
-            **{"output_dir": str(tmp_path), "max_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 1e-2},
-            **{"logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True},
-            **{"use_cpu": device.type == "cpu", **options},
-        )
         fusing = Fusing(fused_mlp)
         callbacks = [fusing] if options and config is OFF else []
         if options and not callbacks:
             fused_mlp.fuse_mlps(each)
-        trainer = transformers.Trainer(each, arguments, train_dataset=data, callbacks=callbacks)
-        trainer.train()
+        options = {"max_steps": 3, "per_device_train_batch_size": 4, **options}
+        losses.append(losses_of(each, ids, tmp_path, callbacks, **options))
         assert not callbacks or len(fusing.report.fused) == MLPS
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     assert all(fused_mlp.is_fused(layer.mlp) for layer in model.model.layers)
     assert losses[0][-1] < losses[0][0]
-    torch.testing.assert_close(*map(torch.tensor, losses[::-1]), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(*losses[::-1], rtol=1e-3, atol=1e-3)
 
 
 def test_with_its_norms(fused_mlp, device, classes):

@@ -20,17 +20,10 @@ from transformers.integrations.compressed_tensors import CompressedTensorsFP8Lin
 import machine
 from safety import alike, assert_close
 from safety import run_with_gradients as run
-from tiny_models import LLM
+from test_quantized_fp8 import MLPS, MODELS, WIDE
 
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes does not load on this machine", exc_type=ImportError)
 
-WIDE = LLM | {"hidden_size": 64, "intermediate_size": 256}
-MODELS = {
-    "Llama": ("LlamaForCausalLM", "LlamaConfig", {"mlp_bias": True}, "gated"),
-    "Phi3": ("Phi3ForCausalLM", "Phi3Config", {}, "packed gated"),
-    "GPT-NeoX": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {}, "plain"),
-}
-MLPS = 2
 ON_CPU = machine.device_type() == "cpu"
 
 

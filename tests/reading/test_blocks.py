@@ -7,9 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import DistilBertConfig
-from transformers.models.distilbert import modeling_distilbert
-from transformers.models.distilbert.modeling_distilbert import FFN
 
 from modules import Dropping, Gated, Halves, PackedGated, Plain, RMSNorm, TransposedPlain
 from safety import assert_close, x_of
@@ -226,17 +223,6 @@ class AroundFunction(Around):
         self.mlp = ByFunction()
 
 
-class AroundChunks(Around):
-    """DistilBERT's, whose MLP runs on chunks, if there is more than one."""
-
-    def __init__(self):
-        super().__init__()
-        self.mlp = FFN(DistilBertConfig(dim=32, hidden_dim=88))
-
-    def forward(self, hidden_states):
-        return self.norm(self.mlp(hidden_states) + hidden_states)
-
-
 class OwnScale(Around):
     """BEiT's: the scale is a parameter of the layer."""
 
@@ -317,7 +303,6 @@ KINDS = {
     HalfAndNorm: (0.5, NONE, LAYER, True),
     Scaling: (1.0, LAYER, SCALE, False),
     AroundFunction: (1.0, LAYER, NONE, False),
-    AroundChunks: (1.0, NONE, LAYER, True),
     OwnScale: (1.0, LAYER, SCALE, False),
     Parallel: (1.0, NONE, NONE, False),
     Settled: (1.0, RMS, RMS, False),
@@ -441,30 +426,6 @@ def test_conditions_that_are_not_settled(fused_mlp, device, kind):
             x = x_of(device)
             assert_close(fused(x), module(x))
             assert fused.norm_after == module.norm_after
-
-
-CHUNK_CHANGES = {
-    "two rows": lambda mlp, patch: setattr(mlp, "chunk_size_feed_forward", 2),
-    "a method of its own": lambda mlp, patch: setattr(mlp, "ff_chunk", lambda x: 2 * x),
-    "a patched method": lambda mlp, patch: patch.setattr(FFN, "ff_chunk", lambda self, x: 2 * x),
-    "a patched forward": lambda mlp, patch: patch.setattr(FFN, "forward", lambda self, x: 2 * x),
-    "a patched function": lambda mlp, patch: patch.setattr(
-        modeling_distilbert, "apply_chunking_to_forward", lambda method, size, dim, x: 2 * method(x)
-    ),
-    "a hook": lambda mlp, patch: hook(mlp),
-}
-
-
-@pytest.mark.parametrize("change", CHUNK_CHANGES)
-def test_an_mlp_on_chunks_that_changes(fused_mlp, device, blocks, monkeypatch, change):
-    module, fused = fused_pair(fused_mlp, device, AroundChunks)
-    blocks.clear()
-    x = torch.randn(3, 6, 32, device=device)
-    with torch.no_grad(), monkeypatch.context() as patch:
-        for each in (module, fused):
-            CHUNK_CHANGES[change](each.mlp, patch)
-        assert_close(fused(x), module(x))
-    assert not blocks
 
 
 class Others:

@@ -13,7 +13,6 @@ ROLES = {
     **dict.fromkeys(("self.tanh", "tanh"), "unknown activation"),
     "relu": "activation",
     "sigmoid": "sigmoid",
-    "glu": "glu",
     "self.drop": "passing",
     "dropout": "dropout",
     "self.norm": "layer",
@@ -65,16 +64,10 @@ EXPRESSIONS = {
     "gelu(self.p(x), approximate=other())": [],
     "relu(self.p(x), inplace=True)": ["linear"],
     "relu(self.p(x), True)": ["linear"],
-    "self.p(x).relu()": ["linear"],
-    "self.d(self.p(x).relu())": ["plain"],
-    "self.d(self.p(x).relu() * self.q(x))": ["gated"],
-    "self.p(x).relu(1)": [],
+    "self.d(self.p(x).relu())": [],
     "self.d(self.act(self.p(x)) ** 2)": ["linear"],
     "self.d(self.p(x) * sigmoid(self.p(x)))": ["gated"],  # called twice in the source too
-    "self.d(glu(self.p(x)))": ["packed gated, up first"],
-    "self.d(glu(self.p(x), dim=-1))": ["packed gated, up first"],
-    "glu(self.p(x), -1)": ["packed gated linear, up first"],
-    "glu(x) * y": [],
+    "self.d(glu(self.p(x)))": [],
 }
 
 # Methods, with `h` what goes through the activation.
@@ -92,12 +85,7 @@ BODIES = {
     "g, u = self.p(x).chunk(3, dim=-1); return self.act(g) * u": ["pointwise"],
     "g, u, v = self.p(x).chunk(2, dim=-1); return self.act(g) * u": ["pointwise"],
     "g, *u = self.p(x).chunk(2, dim=-1); return self.act(g) * u": ["pointwise"],
-    "h = self.p(x); return self.d(h * sigmoid(h))": ["plain"],
-    "h = self.p(x); return self.d(h * sigmoid(1.702 * h))": ["plain"],
-    "h = self.p(x); s = sigmoid(h); return self.d(s * h)": ["plain"],
-    "h = self.p(x); return self.d(h * sigmoid(1.5 * h))": ["pointwise"],
-    "h = self.p(x); return self.d(h * sigmoid(h)) + h": ["pointwise"],
-    "h = self.p(x); return self.d(h * sigmoid(h) * self.q(x))": ["gated"],
+    "h = self.p(x); return self.d(h * sigmoid(h))": ["pointwise"],
     "h = self.p(x); g = self.q(x); return self.d(h * sigmoid(g))": ["gated"],
     # Casts under a condition.
     "h = self.act(self.p(x)); if h.dtype != x.dtype: h = h.to(self.d.weight.dtype); return self.d(h)": ["plain"],

@@ -2,6 +2,7 @@
 two."""
 
 import copy
+import functools
 
 import kernels
 import pytest
@@ -122,6 +123,16 @@ def assert_close(got, expected, tolerance=1e-4):
             assert_close(one, other, tolerance)
     else:
         assert got is None
+
+
+def count_calls(monkeypatch, kind, name, called):
+    """Wraps a method, or a property, of a class: each call is told in a list."""
+    original = getattr(kind, name)
+    if isinstance(original, property):
+        around = property(lambda self: (called.append(1), original.fget(self))[1])
+    else:
+        around = functools.wraps(original)(lambda *given, **named: (called.append(1), original(*given, **named))[1])
+    monkeypatch.setattr(kind, name, around)
 
 
 def alike(function, *modules):

@@ -25,11 +25,6 @@ def nodes(fused_mlp):
 
 
 @pytest.fixture
-def ops(fused_mlp):
-    return importlib.import_module(f"{fused_mlp.__name__}.backends.native")
-
-
-@pytest.fixture
 def counted(nodes, monkeypatch):
     """Counts the calls of both ops in a forward."""
     found = {"projected": 0, "rotated": 0}

@@ -24,16 +24,6 @@ SHAPES = [(7, 33), (3, 4, 64), (1, 2048), (0, 8), (300, 1000), (5000, 128), (9, 
 MODULES = [LlamaRMSNorm, Qwen3RMSNorm, GemmaRMSNorm, Olmo2RMSNorm]
 
 
-@pytest.fixture
-def ops(fused_mlp):
-    return importlib.import_module(f"{fused_mlp.__name__}.backends.native")
-
-
-@pytest.fixture
-def written(fused_mlp):
-    return importlib.import_module(f"{fused_mlp.__name__}.backends.reference").norm
-
-
 def dtypes_on(device):
     return [torch.float32, torch.bfloat16, *([torch.float16] if device.type == "cuda" else [])]
 

@@ -18,11 +18,6 @@ P = 0.3 if DROPS else 0.0
 
 
 @pytest.fixture
-def ops(fused_mlp):
-    return importlib.import_module(f"{fused_mlp.__name__}.backends.native")
-
-
-@pytest.fixture
 def norms(fused_mlp):
     return importlib.import_module(f"{fused_mlp.__name__}.autograd.norms")
 
@@ -30,11 +25,6 @@ def norms(fused_mlp):
 @pytest.fixture
 def blocks(fused_mlp):
     return importlib.import_module(f"{fused_mlp.__name__}.autograd.blocks")
-
-
-@pytest.fixture
-def written(fused_mlp):
-    return importlib.import_module(f"{fused_mlp.__name__}.backends.reference").norm
 
 
 def by_parts(written, x, residual, weight, bias, behind, mask, p, kind):
@@ -152,12 +142,6 @@ TYPES = {
     "roberta": (lambda: transformers.RobertaForMaskedLM(transformers.RobertaConfig(**TEXT, pad_token_id=0)), 4),
     "electra": (lambda: transformers.ElectraForMaskedLM(transformers.ElectraConfig(**TEXT)), 4),
     "deberta-v2": (lambda: transformers.DebertaV2ForMaskedLM(transformers.DebertaV2Config(**TEXT)), 4),
-    "distilbert": (
-        lambda: transformers.DistilBertForMaskedLM(
-            transformers.DistilBertConfig(dim=64, hidden_dim=256, n_layers=2, n_heads=4, vocab_size=96, dropout=P)
-        ),
-        2,
-    ),
 }
 PRE_NORM = {
     "gpt2": lambda: transformers.GPT2LMHeadModel(

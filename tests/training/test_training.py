@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,6 +17,7 @@ from look_alikes import SwappedPacked
 from modules import Gated, PackedGated, Plain
 from reference import ROUNDINGS, assert_no_worse_than_eager, operands, poisoned_memory
 from safety import Blocks, assert_close, fuse, llama
+from trainers import losses_of
 
 FUNCTIONS = ["gated_linear", "gated_mlp", "mlp"]
 functions = pytest.mark.parametrize("function", FUNCTIONS)
@@ -524,24 +524,7 @@ def test_trainer_with_checkpointing(fused_mlp, device, way, use_reentrant, tmp_p
     """transformers.Trainer with accumulation and both kinds of gradient checkpointing, fused in either way."""
     model, ids = llama(device)
     fused = fuse(fused_mlp, way, copy.deepcopy(model))
-    data = [{"input_ids": row, "labels": row} for row in ids.cpu().repeat(4, 1)]
-    logged = []
-    for candidate in (model, fused):
-        given = transformers.TrainingArguments(
-            output_dir=str(tmp_path),
-            max_steps=3,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            gradient_checkpointing=True,
-            gradient_checkpointing_kwargs={"use_reentrant": use_reentrant},
-            learning_rate=1e-2,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            use_cpu=device.type == "cpu",
-        )
-        trainer = transformers.Trainer(candidate, given, train_dataset=data)
-        trainer.train()
-        logged.append(torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry]))
-    torch.testing.assert_close(logged[1], logged[0], rtol=1e-3, atol=1e-3)
+    options = {"max_steps": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    options |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant}}
+    expected, found = (losses_of(each, ids.repeat(4, 1), tmp_path, **options) for each in (model, fused))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)

@@ -116,18 +116,6 @@ PyObject* split_mlp(PyObject* firsts, PyObject* seconds, PyObject* owner, PyObje
   return PyTuple_Pack(3, result.get(), last, second);
 }
 
-// True if the class of a fused module has this method, and the module the fused one that was made of it, given with
-// its name before them; kYes for None.
-Answer runs_as_read(PyObject* module, PyObject* state, PyObject* method) {
-  if (method == Py_None) return kYes;
-  PyObject* const name = PyTuple_GetItem(method, 0);
-  PyObject* const own = item(state, name);
-  const Owned fused(own == nullptr ? nullptr : bound_function(own, module));
-  if (!fused) return PyErr_Occurred() ? kError : kNo;
-  const Answer read = has_attribute(class_of(module), name, PyTuple_GetItem(method, 1));
-  return read == kYes ? answer(fused.get() == PyTuple_GetItem(method, 2)) : read;
-}
-
 // The places of an MLP among modules that run in turn, if that is all they are (models/running/sequences.py). Where
 // `act` is negative, the first hands over its activation.
 struct Place {
@@ -141,9 +129,9 @@ Answer read_place(Objects parts, PyObject* places, Place* found) {
   }
   PyObject* const all = kinds ? item(places, kinds.get()) : nullptr;
   if (all == nullptr || PyTuple_Size(all) != 1) return PyErr_Occurred() ? kError : kNo;
-  PyObject* const place = PyTuple_GetItem(all, 0);  // of first, act, second, whether act is nn.GLU
+  PyObject* const place = PyTuple_GetItem(all, 0);  // of first, act, second
   PyObject *const act = PyTuple_GetItem(place, 1), *const second = PyTuple_GetItem(place, 2);
-  if (second == Py_None || PyTuple_GetItem(place, 3) != Py_False) return kNo;
+  if (second == Py_None) return kNo;
   *found = {act == Py_None ? -1 : PyLong_AsSsize_t(act), PyLong_AsSsize_t(second)};
   return answer(PyLong_AsSsize_t(PyTuple_GetItem(place, 0)) == 0);
 }
@@ -225,7 +213,6 @@ PyObject* block_of(PyObject* wholes, PyObject* module, PyObject* x, bool recordi
   if (PyTuple_GetItem(names, 0) == Py_None) return block_in_turn(names, state, x, recording, block);
   const bool drops = PyTuple_GetItem(names, 3) != Py_False;
   if (drops && item(state, fused_mlp::names().training) != Py_False) return nullptr;
-  if (runs_as_read(module, state, PyTuple_GetItem(names, 4)) != kYes) return nullptr;
   Few found;
   if (read_children(module, state, PyTuple_GetItem(names, 1), &found) != kYes) return nullptr;
   const Objects parts = found.all();

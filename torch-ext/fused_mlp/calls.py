@@ -9,6 +9,7 @@ transform of ``torch.func``), torch runs the GEMMs and only the pointwise part i
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 from typing import Any, Callable, Optional, Sequence, Tuple
 
@@ -199,7 +200,7 @@ def adapted_reason(given: Operands, form: experts.Form, adapters: experts.Adapte
         return "no kernel with adapters on this device"
     if form.transposed or any(tensor is not None and tensor.dtype != x.dtype for tensor in (gate_up, down, *given[5:])):
         return "operands that the kernels do not take"
-    refused = native.experts_refusal(x, index, gate_up, down, form.interleaved, False)
+    refused = native.experts_refusal(native.ExpertsCall(x, index, gate_up, down, form.interleaved, False))
     return None if refused is None else "operands that the kernels do not take"
 
 
@@ -262,7 +263,7 @@ def _experts_backend(given: Sequence[Optional[Tensor]], form: experts.Form) -> O
     x, top_k_index, _, gate_up_weight, down_weight = given[:5]
     chosen = dispatch.select("experts_mlp", x)
     stored = (gate_up_weight, down_weight, form.interleaved, form.transposed)
-    if chosen is native and native.experts_refusal(x, top_k_index, *stored) is not None:
+    if chosen is native and native.experts_refusal(native.ExpertsCall(x, top_k_index, *stored)) is not None:
         chosen = dispatch.instead_of_native("experts_mlp", x, top_k_index.numel() / gate_up_weight.shape[0])
     return chosen
 
@@ -435,20 +436,6 @@ def _composed_gated_linear(
     return product(gate, up, activation)
 
 
-def _composed_gated_mlp(
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
-    down_weight: Tensor,
-    gate_bias: Optional[Tensor],
-    up_bias: Optional[Tensor],
-    down_bias: Optional[Tensor],
-    activation: int,
-) -> Tensor:
-    hidden = _composed_gated_linear(x, gate_weight, up_weight, gate_bias, up_bias, activation)
-    return F.linear(hidden, down_weight, down_bias)
-
-
 def _composed_packed_gated(
     x: Tensor,
     weight: Tensor,
@@ -468,7 +455,7 @@ _COMPOSED = {  # by function, and whether gate and up are the halves of one laye
     ("linear", False): reference.linear,
     ("mlp", False): reference.mlp,
     ("gated_linear", False): _composed_gated_linear,
-    ("gated_mlp", False): _composed_gated_mlp,
+    ("gated_mlp", False): functools.partial(reference.gated_mlp, first=_composed_gated_linear),
     ("gated_mlp", True): _composed_packed_gated,
 }
 

@@ -333,40 +333,38 @@ def _is_mapped() -> bool:
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
-torch.library.define(
-    add_op_namespace_prefix("grouped_mm"),
-    "(Tensor rows, Tensor weight, Tensor offsets) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-torch.library.define(
-    add_op_namespace_prefix("grouped_outer"),
-    "(Tensor a, Tensor b, Tensor offsets) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-torch.library.impl(add_op_namespace_prefix("grouped_mm"), "CompositeExplicitAutograd", _grouped_mm)
-torch.library.impl(add_op_namespace_prefix("grouped_outer"), "CompositeExplicitAutograd", _grouped_outer)
+for _name, _schema, _compute, _fake in (
+    (
+        "grouped_mm",
+        "(Tensor rows, Tensor weight, Tensor offsets) -> Tensor",
+        _grouped_mm,
+        lambda rows, weight, offsets: rows.new_empty((rows.shape[0], weight.shape[2])),
+    ),
+    (
+        "grouped_outer",
+        "(Tensor a, Tensor b, Tensor offsets) -> Tensor",
+        _grouped_outer,
+        lambda a, b, offsets: a.new_empty((offsets.shape[0], a.shape[1], b.shape[1])),
+    ),
+):
+    _op = add_op_namespace_prefix(_name)
+    torch.library.define(_op, _schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(_op, "CompositeExplicitAutograd", _compute)
+    torch.library.register_fake(_op)(_fake)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("grouped_mm"))
-def _(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    return rows.new_empty((rows.shape[0], weight.shape[2]))
-
-
-@torch.library.register_fake(add_op_namespace_prefix("grouped_outer"))
-def _(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    return a.new_empty((offsets.shape[0], a.shape[1], b.shape[1]))
-
-
-class _GroupedMm(torch.autograd.Function):
+class _OfGroups(torch.autograd.Function):
     generate_vmap_rule = True
-
-    @staticmethod
-    def forward(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        return (_mm_of_each if _is_mapped() else ops.grouped_mm)(rows, weight, offsets)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.save_for_backward(*inputs)
+
+
+class _GroupedMm(_OfGroups):
+    @staticmethod
+    def forward(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        return (_mm_of_each if _is_mapped() else ops.grouped_mm)(rows, weight, offsets)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
@@ -381,16 +379,10 @@ class _GroupedMm(torch.autograd.Function):
         return rows_grad, weight_grad, None
 
 
-class _GroupedOuter(torch.autograd.Function):
-    generate_vmap_rule = True
-
+class _GroupedOuter(_OfGroups):
     @staticmethod
     def forward(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
         return (_outer_of_each if _is_mapped() else ops.grouped_outer)(a, b, offsets)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:

@@ -29,14 +29,16 @@ _OUTPUT = plans.made(forwards.LINEAR, ("dense",), 0, behind=("dropout",), last="
 _GATED_WITHOUT_ACT = plans.made(forwards.GATED, _GATED.projections, 0)
 
 
-class GatedMLP(nn.Module):
+class _Layer(nn.Module):
+    has_backward = True
+    can_torch_compile = True
+
+
+class GatedMLP(_Layer):
     """``down_proj(act_fn(gate_proj(x)) * up_proj(x))``: the MLP of Llama, Gemma, Qwen, Mistral and their kin.
 
     x ``[..., in]`` -> ``[..., out]``. An ``act_fn`` that the package does not know is called as it is.
     """
-
-    has_backward = True
-    can_torch_compile = True
 
     gate_proj: nn.Module
     up_proj: nn.Module
@@ -47,11 +49,8 @@ class GatedMLP(nn.Module):
         return _fused(self, x, _GATED)
 
 
-class GeGLUMLP(nn.Module):
+class GeGLUMLP(_Layer):
     """:class:`GatedMLP` whose activation is tanh-GELU where the adopted module has no ``act_fn`` to say otherwise."""
-
-    has_backward = True
-    can_torch_compile = True
 
     gate_proj: nn.Module
     up_proj: nn.Module
@@ -61,11 +60,8 @@ class GeGLUMLP(nn.Module):
         return _fused(self, x, _GATED, default="gelu_pytorch_tanh")
 
 
-class SwiGLUMLP(nn.Module):
+class SwiGLUMLP(_Layer):
     """:class:`GatedMLP` whose activation is SiLU where the adopted module has no ``act_fn`` to say otherwise."""
-
-    has_backward = True
-    can_torch_compile = True
 
     gate_proj: nn.Module
     up_proj: nn.Module
@@ -75,14 +71,11 @@ class SwiGLUMLP(nn.Module):
         return _fused(self, x, _GATED, default="silu")
 
 
-class PackedGatedMLP(nn.Module):
+class PackedGatedMLP(_Layer):
     """``down_proj(activation_fn(gate) * up)``, ``gate, up = gate_up_proj(x).chunk(2, -1)``: the MLP of Phi-3 and GLM.
 
     hidden_states ``[..., in]`` -> ``[..., out]``.
     """
-
-    has_backward = True
-    can_torch_compile = True
 
     gate_up_proj: nn.Module
     down_proj: nn.Module
@@ -92,14 +85,11 @@ class PackedGatedMLP(nn.Module):
         return _fused(self, hidden_states, _PACKED)
 
 
-class MLP(nn.Module):
+class MLP(_Layer):
     """``fc2(activation_fn(fc1(x)))``: the MLP of CLIP, SigLIP, Whisper-like encoders and their kin.
 
     hidden_states ``[..., in]`` -> ``[..., out]``. Other spellings of the parts: ``fuse_mlps``.
     """
-
-    has_backward = True
-    can_torch_compile = True
 
     fc1: nn.Module
     fc2: nn.Module
@@ -109,14 +99,11 @@ class MLP(nn.Module):
         return _fused(self, hidden_states, _PLAIN)
 
 
-class Intermediate(nn.Module):
+class Intermediate(_Layer):
     """``intermediate_act_fn(dense(x))``: the first half of the MLP of BERT, RoBERTa, ViT and their kin.
 
     hidden_states ``[..., in]`` -> ``[..., hidden]``.
     """
-
-    has_backward = True
-    can_torch_compile = True
 
     dense: nn.Module
     intermediate_act_fn: Callable[[torch.Tensor], torch.Tensor]
@@ -125,7 +112,7 @@ class Intermediate(nn.Module):
         return _fused(self, hidden_states, _LINEAR)
 
 
-class Output(nn.Module):
+class Output(_Layer):
     """``LayerNorm(dropout(dense(hidden_states)) + input_tensor)``: the second half of the MLP of BERT, RoBERTa and
     their kin, and the end of their attention.
 
@@ -133,9 +120,6 @@ class Output(nn.Module):
     a kernel for the sum and the norm. All parts are called as they are where a part is hooked, or dropout is active
     on a CPU or where autograd does not follow.
     """
-
-    has_backward = True
-    can_torch_compile = True
 
     dense: nn.Module
     dropout: nn.Module
@@ -152,15 +136,12 @@ class Output(nn.Module):
             raise _alone(self, error) from None
 
 
-class MegaBlocksMoeMLP(nn.Module):
+class MegaBlocksMoeMLP(_Layer):
     """``experts(x, *router(x))``: the mixture of gpt-oss, by the name that transformers maps for it.
 
     hidden_states ``[..., in]`` -> ``[..., in]``, and the weights ``[tokens, k]`` that the router gave. Experts that are
     not understood, or must not be read, are called as they are.
     """
-
-    has_backward = True
-    can_torch_compile = True
 
     router: nn.Module
     experts: nn.Module
@@ -175,15 +156,12 @@ class MegaBlocksMoeMLP(nn.Module):
         return mixtures.routed(experts, x, index, weights).reshape(hidden_states.shape), weights
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(_Layer):
     """``weight * (x * rsqrt(mean(x ** 2) + eps))``: the norm of Llama, Qwen, Mistral and their kin.
 
     hidden_states ``[..., features]`` -> ``[..., features]``. The code of the adopted module's own class is read; where
     it computes no such norm, it runs.
     """
-
-    has_backward = True
-    can_torch_compile = True
 
     weight: torch.Tensor
 
@@ -197,102 +175,72 @@ class RMSNorm(nn.Module):
         return kind.forward(self, hidden_states) if result is None else result
 
 
-class Linear(nn.Module):
+class Linear(_Layer):
     """``x weight^T + bias``, for ``torch.nn.Linear``: input ``[..., in]`` -> ``[..., out]``."""
-
-    has_backward = True
-    can_torch_compile = True
 
     weight: torch.Tensor
 
     forward = refusals.linear_forward
 
 
-class GeluAndMul(nn.Module):
+class GeluAndMul(_Layer):
     """``gelu(gate) * up`` (erf form) of a packed ``x = [gate, up]``: ``[..., 2 d]`` -> ``[..., d]``."""
-
-    has_backward = True
-    can_torch_compile = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return functional.act_and_mul(*x.chunk(2, dim=-1), "gelu")
 
 
-class GeluTanhAndMul(nn.Module):
+class GeluTanhAndMul(_Layer):
     """``gelu(gate) * up`` (tanh form) of a packed ``x = [gate, up]``: ``[..., 2 d]`` -> ``[..., d]``."""
-
-    has_backward = True
-    can_torch_compile = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return functional.act_and_mul(*x.chunk(2, dim=-1), "gelu_pytorch_tanh")
 
 
-class SiluAndMul(nn.Module):
+class SiluAndMul(_Layer):
     """``silu(gate) * up`` of a packed ``x = [gate, up]``: ``[..., 2 d]`` -> ``[..., d]``."""
-
-    has_backward = True
-    can_torch_compile = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return functional.act_and_mul(*x.chunk(2, dim=-1), "silu")
 
 
-class GeLU(nn.Module):
+class GeLU(_Layer):
     """``gelu(input)``, erf form, for ``GELUActivation`` of transformers."""
-
-    has_backward = True
-    can_torch_compile = True
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return get_activation("gelu").function(input)
 
 
-class GeluTanh(nn.Module):
+class GeluTanh(_Layer):
     """``gelu(input)``, tanh form, for ``GELUTanh`` of transformers."""
-
-    has_backward = True
-    can_torch_compile = True
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return get_activation("gelu_pytorch_tanh").function(input)
 
 
-class NewGELU(nn.Module):
+class NewGELU(_Layer):
     """``gelu(input)``, tanh form, for ``NewGELUActivation`` of transformers: one kernel in place of eight."""
-
-    has_backward = True
-    can_torch_compile = True
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return get_activation("gelu_new").function(input)
 
 
-class FastGELU(nn.Module):
+class FastGELU(_Layer):
     """``gelu(input)``, tanh form, for ``FastGELUActivation`` of transformers: one kernel in place of eight."""
-
-    has_backward = True
-    can_torch_compile = True
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return get_activation("gelu_fast").function(input)
 
 
-class QuickGELU(nn.Module):
+class QuickGELU(_Layer):
     """``input * sigmoid(1.702 input)``, for ``QuickGELUActivation`` of transformers."""
-
-    has_backward = True
-    can_torch_compile = True
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return get_activation("quick_gelu").function(input)
 
 
-class SiLU(nn.Module):
+class SiLU(_Layer):
     """``silu(input)``, for ``SiLUActivation`` of transformers."""
-
-    has_backward = True
-    can_torch_compile = True
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return get_activation("silu").function(input)

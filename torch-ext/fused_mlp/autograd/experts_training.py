@@ -36,7 +36,8 @@ def refusal(
     inner, outer = (1, 2) if form.transposed else (2, 1)
     if down.shape[outer] != gate_up.shape[inner]:
         return "experts of other outputs than inputs"
-    refused = native.experts_refusal(x, index, gate_up, down, form.interleaved, form.transposed, trained=True)
+    call = native.ExpertsCall(x, index, gate_up, down, form.interleaved, form.transposed, trained=True)
+    refused = native.experts_refusal(call)
     if refused == "odd_features" and adapters == experts.NO_ADAPTERS and native.is_hopper(x):
         return None  # run() fills them up
     return None if refused is None else plans.REFUSALS[refused]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from typing import Any, Optional, Sequence, Tuple
+from typing import Any, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -99,21 +99,30 @@ def _capability_of(x: Tensor) -> Tuple[int, int]:
     return ask(x.get_device())
 
 
-def experts_refusal(
-    x: Tensor,
-    top_k_index: Tensor,
-    gate_up_weight: Tensor,
-    down_weight: Tensor,
-    interleaved: bool,
-    transposed: bool,
-    trained: bool = False,
-) -> Optional[str]:
-    """The code in ``plans.REFUSALS`` of why ``experts_mlp`` refuses operands of which :func:`refusal` says nothing, or
-    where it is ``trained`` its ops forward and backward.
+class ExpertsCall(NamedTuple):
+    """The operands of ``experts_mlp`` that decide how it is computed, or where it is ``trained`` its ops forward and
+    backward."""
+
+    x: Tensor
+    top_k_index: Tensor
+    gate_up_weight: Tensor
+    down_weight: Tensor
+    interleaved: bool
+    transposed: bool
+    trained: bool = False
+
+    def record(self) -> str:
+        ask, top_k = ops.plan_experts.default, self.top_k_index.shape[-1]
+        return ask(self.x, self.gate_up_weight, self.down_weight, top_k, self.transposed, self.trained)
+
+
+def experts_refusal(call: ExpertsCall) -> Optional[str]:
+    """The code in ``plans.REFUSALS`` of why ``experts_mlp`` refuses operands of which :func:`refusal` says nothing.
 
     It would raise an error, as cuda/experts/experts.cpp says and has to be known of the tensors that are traced too, or
     take longer than its parts: for the kernels of the GPU's architecture to decide, but where a call is compiled.
     """
+    x, top_k_index, gate_up_weight, down_weight, interleaved, transposed, trained = call
     if DEVICE_TYPE == "cpu":
         return None
     if not has_experts(x):
@@ -147,8 +156,7 @@ def experts_refusal(
         return "many_rows" if is_left else None
     if is_hopper(x) and not transposed_alone:  # whose kernels are faster for any number of rows
         return None
-    record = ops.plan_experts.default(x, gate_up_weight, down_weight, top_k_index.shape[-1], transposed, trained)
-    return json.loads(record)[0].get("refusal")
+    return json.loads(call.record())[0].get("refusal")
 
 
 # As in cuda/experts/experts.cpp and cuda/gemm/grouped.h.
@@ -221,22 +229,12 @@ def plan_training(given: Sequence[Optional[Tensor]], activation: int, keep: bool
     return plans.parsed(record, layers)
 
 
-def plan_experts(
-    x: Tensor,
-    top_k_index: Tensor,
-    gate_up_weight: Tensor,
-    down_weight: Tensor,
-    interleaved: bool,
-    transposed: bool,
-    trained: bool = False,
-) -> Tuple[plans.Part, ...]:
+def plan_experts(call: ExpertsCall) -> Tuple[plans.Part, ...]:
     """The same for ``experts_mlp``, and for the ops that it is where it is ``trained``."""
-    layers = ("gate and up", "down")
-    refused = experts_refusal(x, top_k_index, gate_up_weight, down_weight, interleaved, transposed, trained)
+    layers, refused = ("gate and up", "down"), experts_refusal(call)
     if refused is not None:
         return tuple(plans.Part(layer, "torch", refused) for layer in layers)
-    record = ops.plan_experts.default(x, gate_up_weight, down_weight, top_k_index.shape[-1], transposed, trained)
-    return plans.parsed(record, layers)
+    return plans.parsed(call.record(), layers)
 
 
 def plan_quantized_experts(x: Tensor, top_k: int, experts: int, rounds: bool) -> Tuple[plans.Part, ...]:

@@ -53,8 +53,9 @@ def gated_mlp(
     up_bias: Optional[Tensor],
     down_bias: Optional[Tensor],
     activation: int,
+    first: Callable[..., Tensor] = gated_linear,
 ) -> Tensor:
-    return F.linear(gated_linear(x, gate_weight, up_weight, gate_bias, up_bias, activation), down_weight, down_bias)
+    return F.linear(first(x, gate_weight, up_weight, gate_bias, up_bias, activation), down_weight, down_bias)
 
 
 def packed_gated(

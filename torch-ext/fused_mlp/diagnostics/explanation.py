@@ -174,12 +174,12 @@ def _explain_experts(
         name = native.DEVICE_TYPE if reason is None else "torch"
         return Explanation("experts_mlp", name, reason or "adapters are terms of its products")
     followed = [*flat, *list(given.values())[3:7]]
-    of_weights = gate_up_weight, down_weight, form.interleaved, form.transposed
+    stored = *flat[:2], gate_up_weight, down_weight, form.interleaved, form.transposed
     if calls.are_trained(followed, form):
         reason = f"{dispatch.reasoned('experts_mlp', x)[1]}; one op forward, and one backward"
         if padded_experts.is_needed(followed, form):
             return Explanation("experts_mlp", native.DEVICE_TYPE, f"{reason}, of copies that zeros fill up")
-        parts = native.plan_experts(*flat[:2], *of_weights, trained=True)
+        parts = native.plan_experts(native.ExpertsCall(*stored, trained=True))
         return Explanation("experts_mlp", native.DEVICE_TYPE, f"{reason}; {plans.in_words(parts)}", parts)
     composed = calls.experts_reason(*list(given.values())[:7])
     if composed is not None:
@@ -189,7 +189,7 @@ def _explain_experts(
     if name != native.DEVICE_TYPE:
         return Explanation("experts_mlp", name, reason)
     top_k_index = given["top_k_index"]
-    parts = native.plan_experts(*flat[:2], *of_weights)
+    parts = native.plan_experts(native.ExpertsCall(*stored))
     if x.is_cuda and not any(part.fused for part in parts):
         rows = top_k_index.numel() / gate_up_weight.shape[0]
         if dispatch.instead_of_native("experts_mlp", x, rows) is not None:

@@ -235,9 +235,10 @@ def _plan_of(
             return {}, outcome.left(
                 module, methods.values(), Reason(outcome.OWN_METHOD, name, switching.origin_of(own))
             )
-        if check is None or any(made(method) for made in _UNCOMPARED):
+        kind = switching.kind_of(method)
+        if check is None or kind not in (None, mixtures.KIND):
             words = None
-        elif mixtures.is_fused(method):
+        elif kind == mixtures.KIND:
             words = check.disagreement_of_experts(module)
         else:
             words = check.disagreement(rewriter.mlps_in(method, module))
@@ -248,9 +249,6 @@ def _plan_of(
         shortcut.learn(mlp.act)
         shortcut.learn_layers(mlp.projections.values())
     return rewriter.lean_methods(module, methods), outcome.of_methods(module, methods.values())
-
-
-_UNCOMPARED = tuple(each.is_fused for each in (routers, blocks, adapted, normed, wrappers, llama4))
 
 
 def _is_read(module: nn.Module, name: str, own: Any, method: FunctionType) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, Dict, Iterable, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from ..quantized import weights as quantized
 from .attention import methods as attention
 from .experts import blocks, mixtures, routers, wrappers
 from .experts.known import llama4
+from .methods import switching
 from .parts import adapters, norms, recognition, refusals
 from .reading.attributes import attribute_of, of_call
 from .reading.source import tree_of
@@ -122,22 +123,8 @@ class Outcome:
 def of_methods(module: nn.Module, methods: Iterable[FunctionType]) -> Optional[Outcome]:
     """The outcome of the MLPs in the fused methods of a module."""
     methods = list(methods)
-    if any(map(mixtures.is_fused, methods)):
-        return of_experts(module)
-    if any(map(wrappers.is_fused, methods)):
-        return of_wrapper(module)
-    if any(map(llama4.is_fused, methods)):
-        refused = llama4.refusal(module)
-        reasons = () if refused is None else (Reason(OWN_WAY, "", refused),)
-        return Outcome(NONE if reasons else FULL, reasons, _EXPERTS)
-    if any(map(routers.is_fused, methods)):  # no MLP: where it runs as it is, there is nothing to say
-        return None if routers.refusal(module) is not None else Outcome(FULL, (), _ROUTER)
-    if any(map(blocks.is_fused, methods)):  # likewise: its parts are reported
-        return None if blocks.refusal(module) is not None else Outcome(FULL, (), _MIXTURE)
-    if any(map(adapted.is_fused, methods)):
-        return of_adapted(module)
-    if any(map(normed.is_fused, methods)):
-        return of_norm(module)
+    for kind in filter(None, map(switching.kind_of, methods)):
+        return _OF_KIND[kind](module)
     for method in filter(attention.is_fused, methods):
         return of_attention(method, module)
     for method in filter(endings.is_fused, methods):
@@ -169,17 +156,16 @@ def _part_fused(mlp: FoundMLP) -> str:
 def of_experts(module: nn.Module, asked: Optional[str] = None) -> Outcome:
     """The outcome of a module of experts: full if its forward, which checks at each call, calls ``experts_mlp``."""
     refusal = mixtures.refusal(module, asked)
-    if refusal is None:
-        pattern = _UNTRAINED_EXPERTS if mixtures.trains_as_written(module) else _EXPERTS
-        return Outcome(FULL, (), f"{pattern}{mixtures.words_of(module)}")
-    return Outcome(NONE, (Reason(OWN_WAY, "", refusal),), _EXPERTS)
+    if refusal is not None:
+        return _own_way(refusal, _EXPERTS)
+    pattern = _UNTRAINED_EXPERTS if mixtures.trains_as_written(module) else _EXPERTS
+    return Outcome(FULL, (), f"{pattern}{mixtures.words_of(module)}")
 
 
 def of_wrapper(module: nn.Module) -> Outcome:
     """The outcome of experts with adapters around their weights."""
     refusal, rank = wrappers.refusal(module), wrappers.rank_of(module)
-    pattern = f"{_EXPERTS} with LoRA of rank {rank}" if rank else _EXPERTS
-    return Outcome(FULL, (), pattern) if refusal is None else Outcome(NONE, (Reason(OWN_WAY, "", refusal),), pattern)
+    return _own_way(refusal, f"{_EXPERTS} with LoRA of rank {rank}" if rank else _EXPERTS)
 
 
 def of_adapted(module: nn.Module) -> Optional[Outcome]:
@@ -187,13 +173,31 @@ def of_adapted(module: nn.Module) -> Optional[Outcome]:
     refusal, pattern = adapted.refusal(module), f"{forwards.LINEAR}{adapters.words_of((module,))}"
     if adapted.is_padded(module):
         return Outcome(FULL, (), _PADDED) if refusal is None else None
-    return Outcome(FULL, (), pattern) if refusal is None else Outcome(NONE, (Reason(OWN_WAY, "", refusal),), pattern)
+    return _own_way(refusal, pattern)
 
 
 def of_norm(module: nn.Module) -> Outcome:
     """The outcome of a norm by itself."""
-    refusal, pattern = normed.refusal(module), normed.name_of(module)
+    return _own_way(normed.refusal(module), normed.name_of(module))
+
+
+def _own_way(refusal: Optional[str], pattern: str) -> Outcome:
+    """The outcome of what is one call, or for the given reason runs as it was written."""
     return Outcome(FULL, (), pattern) if refusal is None else Outcome(NONE, (Reason(OWN_WAY, "", refusal),), pattern)
+
+
+# Of methods that are not made of source. Routers and blocks of mixtures are no MLPs: where they run as they are, there
+# is nothing to say, and the parts of a block are reported.
+_OF_KIND: Dict[str, Callable[[nn.Module], Optional[Outcome]]] = {
+    mixtures.KIND: of_experts,
+    wrappers.KIND: of_wrapper,
+    llama4.KIND: lambda module: _own_way(llama4.refusal(module), _EXPERTS),
+    routers.KIND: lambda module: None if routers.refusal(module) is not None else Outcome(FULL, (), _ROUTER),
+    blocks.KIND: lambda module: None if blocks.refusal(module) is not None else Outcome(FULL, (), _MIXTURE),
+    adapted.KIND: of_adapted,
+    normed.KIND: of_norm,
+}
+_OF_EXPERTS = (mixtures.KIND, wrappers.KIND, llama4.KIND)
 
 
 def of_attention(method: FunctionType, module: nn.Module) -> Optional[Outcome]:
@@ -240,16 +244,13 @@ def words_of(extent: str, pattern: str) -> str:
 def left(module: nn.Module, methods: Iterable[FunctionType], reason: Reason) -> Optional[Outcome]:
     """That a module was left as it was, though these methods of it could be made."""
     methods = list(methods)
-    if any(made(method) for made in (mixtures.is_fused, wrappers.is_fused, llama4.is_fused) for method in methods):
+    kinds = set(map(switching.kind_of, methods)) - {None}
+    if kinds.intersection(_OF_EXPERTS):
         return Outcome(NONE, (reason,), _EXPERTS)
-    if any(made(method) for made in _NO_MLPS for method in methods):
+    if kinds or any(endings.is_fused(method) or attention.is_fused(method) for method in methods):
         return None
     mlps = [mlp for method in methods for mlp in rewriter.mlps_in(method, module)]
     return Outcome(NONE, (reason,), _pattern(mlps)) if mlps else None  # else they are modules of their own
-
-
-_NO_MLPS = (routers.is_fused, blocks.is_fused, endings.is_fused, adapted.is_fused, normed.is_fused)
-_NO_MLPS += (attention.is_fused,)
 
 
 def of_nothing_to_fuse(module: nn.Module, methods: Iterable[FunctionType]) -> Optional[Outcome]:

@@ -7,9 +7,10 @@ is the host's time between them: where all are as they were read, neither router
 
 from __future__ import annotations
 
+import functools
 import weakref
 from types import FunctionType
-from typing import Any, Dict, NamedTuple, Optional, Set, Tuple
+from typing import Any, Dict, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,7 @@ class Record(NamedTuple):
 # By id of a block, and by what transformers is set to for its experts. A block takes its own with it when it goes.
 _records: Dict[int, Dict[Optional[str], Record]] = {}
 _missed: Dict[int, Dict[Optional[str], int]] = {}
-_made: Set[FunctionType] = set()
+KIND = "block of a mixture"
 _proofs = Proofs()
 _plain = shortcut.plain
 (_X,) = inputs("x")
@@ -64,11 +65,6 @@ def is_whole(module: nn.Module) -> bool:
     """True for a block that compiled code computes together with a norm in front and a sum behind it."""
     children = _children_of(module)
     return children is not None and children.shared is None
-
-
-def is_fused(function: Any) -> bool:
-    """True for a function that :func:`fused_methods` gives."""
-    return function in _made
 
 
 def refusal(module: nn.Module) -> Optional[str]:
@@ -156,14 +152,13 @@ def _are_rows(rows: Value) -> bool:
     return len(shape) == 2 and shape[0] == -1 and shape[1] in (_size(2), _size(-1))
 
 
-_methods: Dict[FunctionType, FunctionType] = {}
+@functools.cache
+def _made_of(method: FunctionType) -> FunctionType:
+    return switching.fused_forward(KIND, method, called)
 
 
 def _fused_method(method: FunctionType, children: _Children) -> FunctionType:
-    made = _methods.get(method)
-    if made is None:
-        made = _methods[method] = switching.fused_forward(method, called)
-        _made.add(made)
+    made = _made_of(method)
     if children.shared is None:
         split_mlps.wholes[made] = split_mlps.Segment(method, (_records,), None, None)
     return made

@@ -59,10 +59,10 @@ def output(module: nn.Module, x: Any, index: Any, weights: Any) -> Optional[Tens
     up, form = tensors[0], entry.form
     if form.transposed and native.has_many_rows(index, up):
         return None
-    if native.chooses_experts(x) and native.experts_refusal(
-        x, index, up, tensors[1], form.interleaved, form.transposed
-    ):
-        return None
+    if native.chooses_experts(x):
+        call = native.ExpertsCall(x, index, up, tensors[1], form.interleaved, form.transposed)
+        if native.experts_refusal(call) is not None:
+            return None
     if entry.last is not None and not are_experts(index, entry.last):
         return None
     try:
@@ -135,7 +135,8 @@ def store(module: nn.Module, proof: Proof, last: Optional[int], x: Tensor, index
         if decided is None:
             return
     up, down = (parameters[name] for name in weights[:2])
-    if native.experts_refusal(x, index, up, down, found.form.interleaved, found.form.transposed) is not None:
+    call = native.ExpertsCall(x, index, up, down, found.form.interleaved, found.form.transposed)
+    if native.experts_refusal(call) is not None:
         return
     forward = class_of(module), "forward", method
     conditions = conditions_of(module, proof.dependencies, filter(None, weights), decided, [forward])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from types import FunctionType
-from typing import Any, Callable, Dict, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from ...quantized import experts as quantized_experts
 from ..methods import switching
 from ..parts import refusals
 from ..proving.mixtures import SKIPS_ALL
-from ..reading.attributes import as_written, of_call, written
+from ..reading.attributes import as_written, of_call
 from ..reading.source import remembered
 from ..running import shortcut
 from . import cached, interface, proofs, quantized
@@ -40,12 +40,7 @@ def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
     return {"forward": fused_method(proofs.method_of(module))} if isinstance(found, Experts) else {}
 
 
-def is_fused(function: Any) -> bool:
-    """True if a function was made by :func:`fused_method`."""
-    return function in _made
-
-
-_made: Set[FunctionType] = set()
+KIND = "experts"
 
 
 def is_registered(module: nn.Module) -> bool:
@@ -95,10 +90,7 @@ def fused_method(method: FunctionType) -> FunctionType:
             result = None if given is None else _fused(self, *given)
         return method(self, *args, **kwargs) if result is None else result
 
-    functools.update_wrapper(forward, method)
-    _made.add(forward)
-    written[forward] = original
-    return forward
+    return switching.made(KIND, forward, original)
 
 
 def registered(

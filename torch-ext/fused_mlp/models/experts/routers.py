@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from types import FunctionType
 from typing import Any, Dict, NamedTuple, Optional, Tuple, Union
 
@@ -18,7 +17,7 @@ from ..parts.guards import Guards, guards_of
 from ..proving.evaluation import Evaluation, inputs
 from ..proving.routers import BIAS, Sigmoid, Softmax, form_of
 from ..proving.values import Bound, Held, NotProved, Proof, Proofs, Value
-from ..reading.attributes import as_written, class_of, written
+from ..reading.attributes import as_written, class_of
 from ..running import shortcut
 from .conditions import Conditions, conditions_of
 
@@ -39,11 +38,7 @@ def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
     return {} if method is None or is_left else {"forward": method}
 
 
-def is_fused(function: Any) -> bool:
-    """True for a function that :func:`fused_methods` gives."""
-    return function in _forms
-
-
+KIND = "router"
 _forms: Dict[FunctionType, _Form] = {}  # by the fused methods that were made
 _proofs = Proofs()
 _SOFTMAX, _TOPK = refusals.unpatched(F, "softmax", F), refusals.unpatched(torch, "topk", torch)
@@ -95,10 +90,8 @@ def _fused_method(method: FunctionType, form: _Form) -> FunctionType:
         result = _routed(self, form, hidden_states)
         return method(self, hidden_states) if result is None else result
 
-    functools.update_wrapper(forward, method)
     _forms[forward] = form
-    written[forward] = original
-    return forward
+    return switching.made(KIND, forward, original)
 
 
 class Router(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from types import FunctionType
-from typing import Any, Dict, Iterator, NamedTuple, Optional, Set, Tuple, Union
+from typing import Any, Dict, Iterator, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from ...backends import native
 from ..methods import switching
 from ..parts import adapters
 from ..reading import source
-from ..reading.attributes import are_unchanged, as_written, of_call, written
+from ..reading.attributes import are_unchanged, as_written, of_call
 from ..running import shortcut
 from . import cached, mixtures, proofs
 
@@ -59,12 +59,7 @@ def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
     return {"forward": _fused_method(type(module).forward)} if is_wrapper(module) else {}
 
 
-def is_fused(function: Any) -> bool:
-    """True if a function was made by :func:`fused_methods`."""
-    return function in _made
-
-
-_made: Set[FunctionType] = set()
+KIND = "experts with adapters"
 
 
 def refusal(module: nn.Module) -> Optional[str]:
@@ -98,10 +93,7 @@ def _fused_method(method: FunctionType) -> FunctionType:
                 result = _output(self, x, *args)
         return method(self, x, *args, **kwargs) if result is None else result
 
-    functools.update_wrapper(forward, method)
-    _made.add(forward)
-    written[forward] = original
-    return forward
+    return switching.made(KIND, forward, original)
 
 
 def _output(module: nn.Module, x: Any, index: Any, weights: Any) -> Optional[Tensor]:

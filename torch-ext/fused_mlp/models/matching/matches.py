@@ -14,16 +14,12 @@ from .roles import Role
 class Act:
     """The application of an activation to ``h`` in the source.
 
-    ``form``: ``call`` is ``callee(h, *options, **named)``, ``method`` is ``h.name()``, ``self-gated`` is
-    ``h * callee(slope * h)``, ``glu`` is ``callee(h, *options, **named)``, which halves h; ``factor`` is the
-    activation in ``callee(h, up)``.
+    ``form``: ``call`` is ``callee(h, *options, **named)``, ``factor`` is the activation in ``callee(h, up)``.
     """
 
     form: str
     role: str
-    callee: Optional[ast.expr] = None
-    name: str = ""
-    slope: float = 1.0
+    callee: ast.expr
     options: Tuple[ast.expr, ...] = ()
     named: Tuple[ast.keyword, ...] = ()
 
@@ -35,8 +31,7 @@ class Act:
     @property
     def parts(self) -> Tuple[ast.expr, ...]:
         """The expressions of the source in it."""
-        callee = () if self.callee is None else (self.callee,)
-        return (*callee, *self.options, *(word.value for word in self.named))
+        return (self.callee, *self.options, *(word.value for word in self.named))
 
 
 @dataclass(frozen=True)

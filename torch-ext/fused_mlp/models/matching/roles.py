@@ -15,8 +15,7 @@ class Role:
     - FIRST: a module that computes the hidden values of an MLP; SECOND: one that begins with the last projection of an
       MLP; WHOLE: one that is an MLP and no more; NORM, SCALE: see ``norms``
     - ACTIVATION: a row of the table; SIGMOID: a row that gates other things too; BOUND: a row that is a method;
-      UNKNOWN: an activation without a row; GLU: F.glu or nn.GLU; PRODUCT: a function of two tensors that is
-      ``act(gate) * up``
+      UNKNOWN: an activation without a row; PRODUCT: a function of two tensors that is ``act(gate) * up``
     - PASSING: a module that hands its input on in evaluation; DROPOUT: F.dropout
     - ASKING: isinstance; FLAG: a function that returns a global; OTHER: known to be none of these
     """
@@ -26,7 +25,7 @@ class Role:
     LAYERS = (LAYER, FIRST, SECOND, WHOLE, NORM, SCALE)
     SEQUENCE = "sequence"
     ACTIVATION, SIGMOID, BOUND = "activation", "sigmoid", "bound activation"
-    UNKNOWN, GLU, PRODUCT = "unknown activation", "glu", "product"
+    UNKNOWN, PRODUCT = "unknown activation", "product"
     ASKING, FLAG, OTHER = "asking", "flag", "other"
     ACTIVATIONS = frozenset((ACTIVATION, SIGMOID, BOUND, UNKNOWN))
 

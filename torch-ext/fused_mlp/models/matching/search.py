@@ -16,9 +16,7 @@ from .matches import Act, AnyMatch, Block, Ending, Match, Modulation, SplitMLP, 
 from .pattern import Pattern
 from .roles import Role, RoleOf, asking, harmless_calls, is_call, passed_through
 
-_METHODS = {"relu": Role.ACTIVATION, "sigmoid": Role.SIGMOID, "tanh": Role.UNKNOWN}  # methods of tensors
-_OPTIONS = {"call": {"approximate", "inplace"}, "glu": {"dim"}}  # keywords beside the input
-_QUICK_SLOPE = 1.702
+_OPTIONS = {"approximate", "inplace"}  # keywords beside the input
 
 
 def matches_of(value: Value, role: RoleOf) -> Iterator[AnyMatch]:
@@ -200,11 +198,10 @@ def _split_mlp(value: Value, role: RoleOf) -> Optional[SplitMLP]:
 
 
 def _hidden(value: Value, role: RoleOf) -> Optional[Match]:
-    """``A(P(x))``, ``A(P(x)) * P(x)``, ``A(half) * other_half`` of ``P(x)``, ``glu(P(x))``"""
+    """``A(P(x))``, ``A(P(x)) * P(x)``, ``A(half) * other_half`` of ``P(x)``"""
     act, inner = _applied(value, role)
     if act is not None and inner.half is None and is_call(inner.node, role, Role.PROJECTION):
-        halves = {"gated": True, "packed": True, "up_first": True} if act.role == Role.GLU else {}
-        return Match(Pattern(**halves), (inner.node.args[0],), (inner.node.func,), act, read=inner.read)
+        return Match(Pattern(), (inner.node.args[0],), (inner.node.func,), act, read=inner.read)
     for act, _, gate, other in gated(value, role):
         up = value.part(other)
         if not (is_call(gate.node, role, Role.PROJECTION) and is_call(up.node, role, Role.PROJECTION)):
@@ -254,55 +251,23 @@ def gated(value: Value, role: RoleOf) -> Iterator[Tuple[Act, Value, Value, ast.e
         for first, second in ((left, right), (right, left)):
             factor = value.part(first)
             act, inner = _applied(factor, role)
-            if act is not None and act.role != Role.GLU:
+            if act is not None:
                 yield act, factor, inner, second
 
 
 def _applied(value: Value, role: RoleOf) -> Tuple[Optional[Act], Optional[Value]]:
     """The activation that gives a value, and what it is applied to."""
     node = value.node
-    if value.half is None and isinstance(node, ast.Call):
-        found = role(node.func)
-        if found in Role.ACTIVATIONS or found == Role.GLU:
-            form = "glu" if found == Role.GLU else "call"
-            arguments, options = node.args[:1], node.args[1:]
-            given = [*options, *(word.value for word in node.keywords)]
-            if not arguments or isinstance(arguments[0], ast.Starred) or not all(map(is_plain, given)):
-                return None, None
-            if len(options) > 1 or not {word.arg for word in node.keywords} <= _OPTIONS[form]:
-                found = Role.UNKNOWN
-            act = Act(form, found, node.func, options=tuple(options), named=tuple(node.keywords))
-            return act, value.part(arguments[0])
-        if found is None and not node.args and not node.keywords and isinstance(node.func, ast.Attribute):
-            name = node.func.attr
-            if name in _METHODS:
-                return Act("method", _METHODS[name], name=name), value.part(node.func.value)
-    return _self_gated(value, role) if value.half is None else (None, None)
-
-
-def _self_gated(value: Value, role: RoleOf) -> Tuple[Optional[Act], Optional[Value]]:
-    """``h * sigmoid(h)``, and ``h * sigmoid(1.702 * h)``"""
-    node = value.node
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        for first, second in ((node.left, node.right), (node.right, node.left)):
-            gate, other = value.part(first), value.part(second)
-            if gate.half is not None or not is_call(gate.node, role, Role.SIGMOID):
-                continue
-            scaled, slope = _scaled(gate.node.args[0])
-            inner = gate.part(scaled)
-            if inner.node is other.node and inner.half == other.half and slope in (1.0, _QUICK_SLOPE):
-                act = Act("self-gated", Role.ACTIVATION, gate.node.func, slope=slope)
-                return act, dataclasses.replace(inner, read=inner.read | other.read)
-    return None, None
-
-
-def _scaled(node: ast.expr) -> Tuple[ast.expr, float]:
-    """``h`` and ``c`` of ``c * h``."""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        for first, second in ((node.left, node.right), (node.right, node.left)):
-            if isinstance(first, ast.Constant) and isinstance(first.value, float):
-                return second, first.value
-    return node, 1.0
+    found = role(node.func) if value.half is None and isinstance(node, ast.Call) else None
+    if found not in Role.ACTIVATIONS:
+        return None, None
+    arguments, options = node.args[:1], node.args[1:]
+    given = [*options, *(word.value for word in node.keywords)]
+    if not arguments or isinstance(arguments[0], ast.Starred) or not all(map(is_plain, given)):
+        return None, None
+    if len(options) > 1 or not {word.arg for word in node.keywords} <= _OPTIONS:
+        found = Role.UNKNOWN
+    return Act("call", found, node.func, tuple(options), tuple(node.keywords)), value.part(arguments[0])
 
 
 # Matches of whole methods.

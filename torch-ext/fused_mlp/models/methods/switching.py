@@ -118,8 +118,26 @@ def is_unchanged(module: nn.Module) -> bool:
     return state_of(module).get(FUSED, {}).keys() == methods_in(module).keys() != set()
 
 
+_kinds: Dict[Any, str] = {}  # by fused methods that are not made of the source of a class
+
+
+def kind_of(function: Any) -> Optional[str]:
+    """What a fused method computes, by the name that it was made under; None for one that is made of source."""
+    return _kinds.get(function)
+
+
+def made(kind: str, forward: FunctionType, original: Written) -> FunctionType:
+    """A function that stands for a method of a class, known from then on as fused and of this kind."""
+    functools.update_wrapper(forward, original.function)
+    written[forward], _kinds[forward] = original, kind
+    return forward
+
+
 def fused_forward(
-    method: FunctionType, compute: Callable[[nn.Module, Any], Any], trace: Optional[Callable[..., Any]] = None
+    kind: str,
+    method: FunctionType,
+    compute: Callable[[nn.Module, Any], Any],
+    trace: Optional[Callable[..., Any]] = None,
 ) -> FunctionType:
     """The forward of a class made anew: the result of ``compute`` for a call with one argument, x.
 
@@ -140,9 +158,7 @@ def fused_forward(
         result = compute(self, args[0])
         return method(self, args[0]) if result is None else result
 
-    functools.update_wrapper(forward, method)
-    written[forward] = original
-    return forward
+    return made(kind, forward, original)
 
 
 def instead_of(method: Written) -> Callable[[Any], Optional[Callable[..., Any]]]:

@@ -1,7 +1,8 @@
-"""Activations that a method spells out, in place of calling a function or a module with one tensor alone.
+"""Activations that a method does not call as a function or a module of one tensor alone.
 
-What a rewritten method makes of ``F.gelu(h, approximate=self.approximate)`` or ``h * torch.sigmoid(h)``: a callable
-that computes what the source says, and knows which row of the table that is, by what the parts are at the time.
+What a rewritten method makes of ``F.gelu(h, approximate=self.approximate)``, or of a function of gate and up: a
+callable that computes what the source says, and knows which row of the table that is, by what the parts are at the
+time.
 """
 
 from __future__ import annotations
@@ -9,29 +10,24 @@ from __future__ import annotations
 from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...activations import Activation, get_activation
 from ...backends import native
 from ..proving import activations
-from ..reading.attributes import are_unchanged, of_call
+from ..reading.attributes import are_unchanged
 from .guards import guards_of
 from .recognition import activation_of, name_of
 
 # As they were when this was imported: what is put in their place is called.
-_METHODS = {"relu": Tensor.relu, "sigmoid": Tensor.sigmoid}
-_GELU_FUNCTION, _GLU_FUNCTION, _GLU_FORWARD = F.gelu, F.glu, nn.GLU.forward
+_GELU_FUNCTION = F.gelu
 _GELU = {"none": get_activation("gelu"), "tanh": get_activation("gelu_pytorch_tanh")}  # by ``approximate``
 _INPLACE = (F.relu, F.silu)  # functions with an option of that name
 _are_unchanged = getattr(native.plain_modules, "are_unchanged", are_unchanged)  # compiled, if there is compiled code
-_SELF_GATED = {1.0: "silu", 1.702: "quick_gelu"}
 
 
 class Form:
-    """``function`` of one tensor; ``activation`` is the row of the table that it computes, if it does.
-
-    ``halves``: it is given gate and up in one tensor, up first, and computes their product.
-    """
+    """``function`` of one tensor; ``activation`` is the row of the table that it computes, if it does."""
 
     def __init__(
         self,
@@ -39,10 +35,8 @@ class Form:
         function: Callable[[Tensor], Tensor],
         activation: Optional[Activation],
         inplace: bool = False,
-        halves: bool = False,
     ) -> None:
         self.__name__, self.function, self.activation, self.inplace = name, function, activation, inplace
-        self.halves = halves
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.function(x)
@@ -66,31 +60,6 @@ def call(function: Callable[..., Tensor], *options: Any, **named: Any) -> Form:
     return Form(name_of(function), lambda h: function(h, *options, **named), row, inplace)
 
 
-def method(name: str) -> Form:
-    """``h.name()``"""
-    row = get_activation(name) if name in _METHODS and getattr(Tensor, name) is _METHODS[name] else None
-    return Form(name, lambda h: getattr(h, name)(), row)
-
-
-def self_gated(function: Callable[[Tensor], Tensor], slope: float) -> Form:
-    """``h * function(slope * h)``"""
-    row = get_activation(_SELF_GATED[slope]) if activation_of(function) is get_activation("sigmoid") else None
-    # Without a slope no product is written, and none is rounded.
-    return Form(_SELF_GATED[slope], lambda h: h * function(h if slope == 1.0 else slope * h), row)
-
-
-def glu(function: Callable[..., Tensor], *options: int, **named: int) -> Form:
-    """``function(h, *options, **named)``, which is ``up * sigmoid(gate)`` of the halves of h"""
-    given = (*options, *named.values())
-    if type(function) is nn.GLU:
-        dim = function.dim
-        known = not given and nn.GLU.forward is _GLU_FORWARD and of_call(function) is None
-    else:
-        dim, known = given[0] if given else -1, function is _GLU_FUNCTION
-    row = get_activation("sigmoid") if known and dim == -1 else None
-    return Form("glu", lambda h: function(h, *options, **named), row, halves=True)
-
-
 def factor(function: Callable[[Tensor, Tensor], Tensor]) -> Form:
     """``act`` where ``function(h, up)`` is ``act(h) * up``"""
     form, unchanged = _products.get(function, (None, ()))
@@ -108,10 +77,4 @@ def factor(function: Callable[[Tensor, Tensor], Tensor]) -> Form:
 _products: Dict[Callable[..., Tensor], Tuple[Form, Tuple[Any, ...]]] = {}  # those met, and what they rest on
 
 
-FORMS: Dict[str, Callable[..., Form]] = {
-    "call": call,
-    "method": method,
-    "self-gated": self_gated,
-    "glu": glu,
-    "factor": factor,
-}
+FORMS: Dict[str, Callable[..., Form]] = {"call": call, "factor": factor}

@@ -32,27 +32,11 @@ def _is_known(apply: Any) -> bool:
     return type(apply) is FunctionType and apply in _known
 
 
-def run_alone(function: FunctionType) -> Optional[Tuple[str, str, FunctionType]]:
-    """The names of the method that another one runs on chunks of its argument, doing nothing else, and of the size of
-    these, both of the module's; and the function that does it.
-    """
-    tree = readable(function) if _NAME in function.__code__.co_names else None
-    *_, last = [None] if tree is None else tree.body
-    call = last.value if isinstance(last, ast.Return) and len(tree.body) == 1 else None
-    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.keywords or len(call.args) != 4:
-        return None
-    owner, *given = function.__code__.co_varnames[: function.__code__.co_argcount]
-    method, size, dim, x = (ast.unparse(argument).split(".") for argument in call.args)
-    plain = all(len(path) == 2 and path[0] == owner for path in (method, size, dim)) and [x[0]] == given and len(x) == 1
-    apply = _known_function(call.func, function)
-    return (method[1], size[1], apply) if plain and apply is not None else None
-
-
-def _known_function(callee: ast.Name, function: FunctionType) -> Optional[FunctionType]:
+def _names_known(callee: ast.Name, function: FunctionType) -> bool:
     apply = value_of(callee, function, None) if callee.id == _NAME else None
     if type(apply) is FunctionType and not _is_known(apply) and _hands_on(apply):
         _known.add(apply)
-    return apply if _is_known(apply) else None
+    return _is_known(apply)
 
 
 def rewritten(
@@ -84,9 +68,8 @@ class _Rewriter(ast.NodeTransformer):
         name = method.attr if isinstance(method, ast.Attribute) and ast.unparse(method.value) == owner else None
         fused = self._methods.get(name)
         is_plain = not any(isinstance(argument, ast.Starred) for argument in node.args)
-        if fused is None or not is_plain or not _takes(fused, len(inputs)):
-            return node
-        if _known_function(node.func, self._function) is None:
+        is_taken = fused is not None and is_plain and _takes(fused, len(inputs))
+        if not is_taken or not _names_known(node.func, self._function):
             return node
         self.names[f"@{name}"] = fused
         return self._call(ast.Name(f"@{name}", ast.Load()), node.func, *node.args)

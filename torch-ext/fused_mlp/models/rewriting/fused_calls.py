@@ -124,10 +124,6 @@ def expression_of(act: Act) -> ast.expr:
     """The expression for an activation as a callable of one tensor."""
     if act.form == "call" and not act.options and not act.named:
         return act.callee
-    if act.form == "method":
-        return made_call("method", ast.Constant(act.name))
-    if act.form == "self-gated":
-        return made_call("self-gated", act.callee, ast.Constant(act.slope))
     return made_call(act.form, act.callee, *act.options, named=act.named)
 
 

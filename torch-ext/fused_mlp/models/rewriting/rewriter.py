@@ -26,7 +26,7 @@ from ..matching.roles import Role, RoleOf
 from ..matching.search import ending_of, start_of
 from ..methods import traced
 from ..methods.functions import Instead, function_of
-from ..parts import adapters, forms, norms
+from ..parts import adapters, norms
 from ..parts.guards import Guards
 from ..parts.recognition import looks_like_activation, name_of, recognise
 from ..proving import activations
@@ -45,7 +45,7 @@ from ..reading.attributes import (
 )
 from ..reading.names import body_of
 from ..reading.source import read_of, remembered, tree_of, values_of
-from ..running import sequences, shortcut, split_mlps
+from ..running import forwards, sequences, shortcut, split_mlps
 from . import branches, chunks, substitution
 from .found import FoundMLP, act_of, around_of, mlp_behind, mlps_of
 from .fused_calls import NAMES, call_of, made_call
@@ -220,7 +220,7 @@ def _role_of_module(part: nn.Module) -> str:
     if issubclass(type(part), (nn.Dropout, nn.Identity)):
         return Role.PASSING
     if type(part) is nn.GLU:
-        return Role.GLU
+        return Role.OTHER
     code = norms.code_of(part)
     if code is not None and code != norms.SCALE:
         return Role.NORM
@@ -251,19 +251,12 @@ def _role_of_layer(part: nn.Module) -> str:
         return Role.LAYER
     if forward is nn.Sequential.forward:
         return Role.LAYER if sequences.whole(part) is None else Role.WHOLE
-    run = chunks.run_alone(forward)
-    if run is None:
-        return segment_role(forward, roles_in(forward, part), answers_in(forward, part))
-    method = getattr(type(part), run[0], None)
-    if not isinstance(method, FunctionType):
-        return Role.LAYER
-    made, _ = _rewritten(method, run[0], roles_in(method, part), "activations", answers_in(method, part))
-    return Role.WHOLE if made in split_mlps.wholes else Role.LAYER
+    return segment_role(forward, roles_in(forward, part), answers_in(forward, part))
 
 
 _WANTED = {Role.PROJECTION, Role.FIRST, Role.WHOLE, Role.SEQUENCE, *Role.ACTIVATIONS}
 _BY_ROW = {"sigmoid": Role.SIGMOID}
-_ROLES = {F.dropout: Role.DROPOUT, F.glu: Role.GLU, isinstance: Role.ASKING}
+_ROLES = {F.dropout: Role.DROPOUT, F.glu: Role.OTHER, isinstance: Role.ASKING}
 
 
 def _is_stacked(parameter: Optional[nn.Parameter]) -> bool:
@@ -423,16 +416,7 @@ def _unchunked(
     if tree is None:
         return None
     instead = Instead(as_written(name, function), TRACED, None, None, False)
-    made = method_of(tree, function, {**NAMES, **names}, instead, (), memory)
-    run = chunks.run_alone(function)
-    whole = None if run is None else split_mlps.wholes.get(dict(methods).get(run[0]))
-    if whole is not None and isinstance(whole.names, split_mlps.Parts):
-        method, size, apply = run
-        names = whole.names._replace(method=(method, whole.forward, dict(methods)[method]))
-        chunked = (function.__globals__, apply.__name__, apply)
-        guards = Guards((*whole.guards.unchanged, *read_of(function, tree), chunked), own=((size, 0),))
-        split_mlps.wholes[made] = whole._replace(forward=function, names=names, guards=guards)
-    return made
+    return method_of(tree, function, {**NAMES, **names}, instead, (), memory)
 
 
 def _worth(matches: List[AnyMatch]) -> Tuple[int, int, int]:
@@ -516,18 +500,17 @@ def _mlps_in_turn(modules: Dict[str, nn.Module]) -> List[FoundMLP]:
     found, parts = [], list(modules.items())
     for index in range(len(parts) - 1):
         (name, first), (_, act) = parts[index : index + 2]
-        is_first, is_glu = role_of(first) == Role.FIRST, type(act) is nn.GLU
-        if not is_first and (role_of(first) != Role.PROJECTION or not _is_activation(act)):
+        is_first = role_of(first) == Role.FIRST
+        if not is_first and (role_of(first) != Role.PROJECTION or recognise(act) is None):
             continue
         rest = parts[index + (1 if is_first else 2) :]
         passing = list(itertools.takewhile(lambda item: role_of(item[1]) == Role.PASSING, rest))
         last, *after = rest[len(passing) :][:2] or [(None, None)]
-        is_mlp = role_of(last[1]) == Role.PROJECTION and not any(_is_activation(part) for _, part in after)
+        is_mlp = role_of(last[1]) == Role.PROJECTION and all(recognise(part) is None for _, part in after)
         if is_mlp and is_first:
             found.append(mlp_behind(name, first, dict(passing), dict([last])))
         elif not is_first:
-            act = forms.glu(act) if is_glu else act
-            pattern = sequences.pattern_of(is_mlp, is_glu, KEPT)
+            pattern = forwards.PLAIN if is_mlp else forwards.LINEAR
             found.append(FoundMLP(pattern, dict([(name, first), *([last] * is_mlp)]), act, dict(passing * is_mlp)))
     return found
 
@@ -535,10 +518,6 @@ def _mlps_in_turn(modules: Dict[str, nn.Module]) -> List[FoundMLP]:
 def _is_whole(modules: Dict[str, nn.Module]) -> bool:
     """True if modules that run one after the other are exactly one MLP."""
     return bool(_mlps_in_turn(modules)) and sequences.is_whole(tuple(modules.values()))  # the first learns of firsts
-
-
-def _is_activation(part: nn.Module) -> bool:
-    return recognise(part) is not None or type(part) is nn.GLU
 
 
 def _unknown_in_sequence(module: nn.Sequential) -> List[nn.Module]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from types import FunctionType
-from typing import Any, Dict, Optional, Set, Union
+from typing import Dict, Optional, Union
 
 from torch import Tensor, nn
 
@@ -22,7 +22,7 @@ from ..parts import adapters, refusals
 from . import forwards, shortcut
 
 _IDENTITY = get_activation(None)
-_made: Set[FunctionType] = set()
+KIND = "layer"
 
 
 # On a CPU one op for a layer with an adapter pays from so many elements of x on, and to ask takes nothing of a large
@@ -45,16 +45,9 @@ def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
     return {"forward": method}
 
 
-def is_fused(function: Any) -> bool:
-    """True for a method that this module has made."""
-    return function in _made
-
-
 @functools.cache
 def _fused_method(method: FunctionType) -> FunctionType:
-    forward = switching.fused_forward(method, _product, traced.run if method is nn.Linear.forward else None)
-    _made.add(forward)
-    return forward
+    return switching.fused_forward(KIND, method, _product, traced.run if method is nn.Linear.forward else None)
 
 
 def is_padded(module: nn.Module) -> bool:

@@ -197,7 +197,7 @@ def _halved(both: Layer, up_first: bool) -> Tuple[Layer, Optional[Layer]]:
 def called(pattern: Pattern, x: Tensor, projections: Sequence[nn.Module], act: Act, between: Between = ()) -> Tensor:
     """The same by its parts, called one after the other."""
     first, *others = projections
-    if not pattern.gated or getattr(act, "halves", False):
+    if not pattern.gated:
         hidden = act(first(x))
     else:
         if pattern.packed:

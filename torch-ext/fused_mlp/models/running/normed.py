@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from types import FunctionType
-from typing import Any, Dict, Optional, Set
+from typing import Any, Dict, Optional
 
 from torch import Tensor, nn
 
@@ -17,7 +17,7 @@ from ..methods import switching
 from ..parts import norms, refusals
 from . import shortcut
 
-_made: Set[FunctionType] = set()
+KIND = "norm"
 
 
 def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
@@ -38,16 +38,9 @@ def takes(module: nn.Module) -> bool:
     return not norms.known[kind].of_torch and norms.known[kind].code != norms.SCALE
 
 
-def is_fused(function: Any) -> bool:
-    """True for a method that this module has made."""
-    return function in _made
-
-
 @functools.cache
 def _fused_method(method: FunctionType) -> FunctionType:
-    forward = switching.fused_forward(method, called)
-    _made.add(forward)
-    return forward
+    return switching.fused_forward(KIND, method, called)
 
 
 def called(norm: nn.Module, x: Any) -> Optional[Tensor]:

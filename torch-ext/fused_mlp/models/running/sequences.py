@@ -8,7 +8,6 @@ call, by what fuses them.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import Dict, Iterable, Iterator, NamedTuple, Optional, Tuple
 
@@ -17,11 +16,11 @@ from torch import Tensor, nn
 from ...autograd import training
 from ..matching.pattern import Pattern
 from ..methods import switching, traced
-from ..parts import adapters, forms, refusals
+from ..parts import adapters, refusals
 from ..parts.recognition import row_of_class
 from ..reading.attributes import as_written, written
 from . import shortcut, split_mlps
-from .forwards import LINEAR, PACKED_GATED, PLAIN
+from .forwards import LINEAR, PLAIN
 
 
 def sequential(self: nn.Sequential, input: Tensor) -> Tensor:
@@ -73,32 +72,23 @@ def in_turn(memory: str, modules: Iterable[nn.Module], x: Tensor) -> Tensor:
 
 def _in_turn(parts: Tuple[nn.Module, ...], x: Tensor, plain: Pattern) -> Tensor:
     index = 0
-    for first, act, second, is_glu in _places(parts):
+    for first, act, second in _places(parts):
         for part in parts[index:first]:
             x = part(x)
         index = (act if second is None else second) + 1
         if act is None:
             found = split_mlps.followed(plain.memory, parts[first], parts[first + 1 : second], parts[second], x)
         else:
-            pattern = pattern_of(second is not None, is_glu, plain.memory)
-            activation = forms.glu(parts[act]) if is_glu else parts[act]
+            pattern = plain if second is not None else LINEAR
             projections = (parts[first],) if second is None else (parts[first], parts[second])
             between = () if second is None else parts[act + 1 : second]
-            found = shortcut.fused_parts(pattern, x, projections, activation, between)
+            found = shortcut.fused_parts(pattern, x, projections, parts[act], between)
         for part in parts[first:index] if found is None else ():
             x = part(x)
         x = x if found is None else found
     for part in parts[index:]:
         x = part(x)
     return x
-
-
-@functools.cache
-def pattern_of(is_whole: bool, is_glu: bool, memory: str) -> Pattern:
-    """The pattern of a linear layer, an activation and perhaps another layer."""
-    if not is_glu:
-        return replace(PLAIN, memory=memory) if is_whole else LINEAR
-    return replace(PACKED_GATED, whole=is_whole, up_first=True, memory=memory)
 
 
 class Whole(NamedTuple):
@@ -115,7 +105,7 @@ def whole(module: nn.Sequential) -> Optional[Whole]:
     parts = tuple(module._modules.values())
     if not is_whole(parts) or _places(parts)[0].act is None:
         return None
-    ((_, act, second, _),) = _places(parts)
+    ((_, act, second),) = _places(parts)
     return Whole((parts[0], parts[second]), parts[act], parts[act + 1 : second], parts[second + 1 :])
 
 
@@ -123,20 +113,18 @@ def is_whole(parts: Tuple[nn.Module, ...]) -> bool:
     """True if modules that run one after the other are exactly one MLP, by their classes."""
     first, *others = _places(parts) or (None,)
     is_mlp = first is not None and not others and first.first == 0 and first.second is not None
-    return is_mlp and not first.is_glu and _behind_passing(parts, first.second + 1) == len(parts)
+    return is_mlp and _behind_passing(parts, first.second + 1) == len(parts)
 
 
 class _Place(NamedTuple):
     """The indices of an MLP among parts: its first linear layer, the activation behind it, its second linear layer.
 
-    ``second`` is None if there is only the first layer, ``act`` if the first part is a first module. ``is_glu``: the
-    activation is nn.GLU.
+    ``second`` is None if there is only the first layer, ``act`` if the first part is a first module.
     """
 
     first: int
     act: Optional[int]
     second: Optional[int]
-    is_glu: bool
 
 
 known: Dict[Tuple[type, ...], Tuple[_Place, ...]] = {}  # by the classes of the parts
@@ -164,7 +152,7 @@ def _found_places(parts: Tuple[nn.Module, ...]) -> Iterator[_Place]:
         # A second layer with an activation of its own begins the next MLP.
         is_mlp = is_mlp and not _is_activation(parts[second + 1 : second + 2])
         if is_mlp or not is_first:
-            yield _Place(index, act, second if is_mlp else None, not is_first and type(parts[act]) is nn.GLU)
+            yield _Place(index, act, second if is_mlp else None)
         index = (second if is_mlp else last) + 1
 
 
@@ -174,9 +162,8 @@ def _is_layer(part: nn.Module) -> bool:
 
 
 def _is_activation(part: Tuple[nn.Module, ...]) -> bool:
-    """True if a slice of parts has one whose class computes a row of the table, or nn.GLU."""
-    modules = (each for each in part if isinstance(each, nn.Module))
-    return any(row_of_class(each) is not None or type(each) is nn.GLU for each in modules)
+    """True if a slice of parts has one whose class computes a row of the table."""
+    return any(isinstance(each, nn.Module) and row_of_class(each) is not None for each in part)
 
 
 def _behind_passing(parts: Tuple[nn.Module, ...], index: int) -> int:

@@ -44,15 +44,13 @@ class Parts(NamedTuple):
     """The parts of a module that is an MLP and no more.
 
     ``names``: its activation, its ``layers`` projections, and what is between and behind these. ``drops``: dropouts
-    that are functions depend on its mode. ``method``: its forward runs another fused method on chunks: the name, the
-    method as the class has it, and the fused one.
+    that are functions depend on its mode.
     """
 
     pattern: Pattern
     names: Tuple[Any, ...]
     layers: int
     drops: bool
-    method: Optional[Tuple[str, FunctionType, FunctionType]] = None
 
 
 class Segment(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from types import FunctionType
-from typing import Any, Dict, NamedTuple, Optional, Set, Tuple, Union
+from typing import Any, Dict, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from ...proving.evaluation import Evaluation
 from ...proving.mixtures import activation_of
 from ...proving.values import NotProved, Proof, Proofs
 from ...reading import source
-from ...reading.attributes import are_unchanged, as_written, class_of, finder_of, of_call, written
+from ...reading.attributes import are_unchanged, as_written, class_of, finder_of, of_call
 from ...running import shortcut
 from .. import mixtures
 
@@ -56,12 +56,7 @@ def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
     return {"forward": _fused_method(class_of(module).forward)} if is_mixture(module) else {}
 
 
-def is_fused(function: Any) -> bool:
-    """True if a function was made by :func:`fused_methods`."""
-    return function in _made
-
-
-_made: Set[FunctionType] = set()
+KIND = "mixture of Llama 4"
 _proofs = Proofs()
 
 
@@ -102,10 +97,7 @@ def _fused_method(method: FunctionType) -> FunctionType:
             routed = compute(rows, scores)
         return self.shared_expert(rows).add_(routed), logits
 
-    functools.update_wrapper(forward, method)
-    _made.add(forward)
-    written[forward] = original
-    return forward
+    return switching.made(KIND, forward, original)
 
 
 def _routed(module: nn.Module, form: Form, index: Tensor, rows: Tensor, scores: Tensor) -> Tensor:
