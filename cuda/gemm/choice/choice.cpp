@@ -148,8 +148,8 @@ bool has_few_long_tiles(const GemmProblem& p, const GemmPlan& plan, const Gpu& g
 
 // The part of torch's estimated time that ours is to take at most.
 double margin(const GemmProblem& p, const GemmPlan& plan, const Gpu& gpu) {
-  constexpr double kGated = 1.05;
-  if (p.gated()) return kGated;
+  constexpr double kGated = 1.05, kLongGated = 1.02, kLongGatedMicroseconds = 20.0;
+  if (p.gated()) return plan.microseconds > kLongGatedMicroseconds ? kLongGated : kGated;
   // In an MLP, where a was written right before, a plain product of ours that does not start early takes up to 3 us
   // more than by itself, and torch's hardly any. In torch's way, an activation costs the CPU a launch more. With few
   // rows the product behind an activated one of ours starts early: an MLP gains by that where the estimates are alike.

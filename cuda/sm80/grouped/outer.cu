@@ -6,8 +6,9 @@
 namespace fused_mlp::sm80 {
 namespace {
 
-template <typename Gemm>
+template <typename Element>
 cudaError_t launch(const GroupedProblem& p, const Gpu& gpu, cudaStream_t stream) {
+  using Gemm = OuterGemm<Element>;
   const GemmProblem& g = p.gemm;
   OuterArgs args{};
   args.a = g.a;
@@ -25,17 +26,10 @@ cudaError_t launch(const GroupedProblem& p, const Gpu& gpu, cudaStream_t stream)
                                            Gemm::kSharedBytes, stream);
 }
 
-template <typename Element>
-cudaError_t launch_of(const GroupedProblem& p, const Gpu& gpu, cudaStream_t stream) {
-  using Deep = OuterGemm<Element, 4>;
-  const bool has_room = resident_ctas(Deep::kSharedBytes, gpu.shared_of_multiprocessor) >= Deep::kCtasPerMultiprocessor;
-  return has_room ? launch<Deep>(p, gpu, stream) : launch<OuterGemm<Element, 3>>(p, gpu, stream);
-}
-
 }  // namespace
 
 cudaError_t launch_outer(const GroupedProblem& p, const Gpu& gpu, cudaStream_t stream) {
-  return p.gemm.dtype == DType::kFloat16 ? launch_of<__half>(p, gpu, stream) : launch_of<__nv_bfloat16>(p, gpu, stream);
+  return p.gemm.dtype == DType::kFloat16 ? launch<__half>(p, gpu, stream) : launch<__nv_bfloat16>(p, gpu, stream);
 }
 
 }  // namespace fused_mlp::sm80

@@ -14,13 +14,10 @@ struct OuterArgs : TiledGemmArgs {
   int tiles;             // of all experts
 };
 
-// With a ring of three blocks a multiprocessor of 100 KiB of shared memory holds two CTAs, with one of four those of
-// more.
-template <typename Element_, int kStages_>
-struct OuterGemm : TiledGemm<Element_, Product::kPlain, 128, 128, 32, 2, 2, kStages_> {
+template <typename Element_>
+struct OuterGemm : TiledGemm<Element_, Product::kPlain, 128, 128, 32, 2, 2, 3> {
   using Args = OuterArgs;
-  using Tile = CtaTile<Element_, 128, 128, 32, 2, 2, 1, kStages_, true, true>;
-  static constexpr int kCtasPerMultiprocessor = 2;
+  using Tile = CtaTile<Element_, 128, 128, 32, 2, 2, 1, 3, true, true>;
   static_assert(OuterGemm::kSharedBytes <= kLeastSharedOfCta);
 };
 
@@ -46,62 +43,16 @@ __device__ __forceinline__ auto columns_of(Matrix side, const OuterTile& tile, i
   return Loader(side, min(column + Loader::piece() * kPiece, columns - kPiece));
 }
 
-// Of four tiles, eight columns each, each of four lanes has two adjacent columns: they exchange them, and each has all
-// eight of the tile of its number.
-__device__ __forceinline__ void gather_columns(uint32_t (&pairs)[4]) {
-#pragma unroll
-  for (int bit = 1; bit < 4; bit *= 2) {
-    const bool upper = (threadIdx.x & bit) != 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if ((i & bit) != 0) continue;
-      uint32_t& low = pairs[i];
-      uint32_t& high = pairs[i | bit];
-      const uint32_t received = __shfl_xor_sync(0xFFFFFFFF, upper ? low : high, bit);
-      (upper ? low : high) = received;
-    }
-  }
-}
-
-// Stores the warp's tile from its registers, but for rows from end_row on. Nobody reads it soon, so it leaves L2 first.
-template <typename Gemm>
-__device__ __forceinline__ void store_outer(const OuterArgs& args, const Accumulator<typename Gemm::Tile>& sums,
-                                            int first_row, int end_row, int first_column) {
-  using Element = typename Gemm::Element;
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int i = 0; i < Gemm::kTilesM; ++i) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = first_row + i * kMmaM + half * 8 + lane / 4;
-      Element* const out = static_cast<Element*>(args.out.data) + row * args.out.row_stride;
-#pragma unroll
-      for (int j = 0; j < Gemm::kTilesN; j += 4) {
-        uint32_t pairs[4];
-#pragma unroll
-        for (int each = 0; each < 4; ++each) {
-          const float (&sum)[4] = sums[i][j + each];
-          pairs[each] = round_pair<Element>(sum[half * 2], sum[half * 2 + 1]);
-        }
-        gather_columns(pairs);
-        const int column = first_column + (j + lane % 4) * kMmaN;
-        if (row < end_row && column < args.n) {
-          __stcs(reinterpret_cast<uint4*>(out + column), make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
-        }
-      }
-    }
-  }
-}
-
 // CTAs are persistent: k is short, so that the next tile's first blocks come while a tile is stored.
 template <typename Gemm>
 __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtasPerMultiprocessor)
     outer_kernel(const __grid_constant__ OuterArgs args) {
   using Tile = typename Gemm::Tile;
   extern __shared__ __align__(128) uint8_t raw_shared[];
-  const uint32_t ring = shared_address(raw_shared);
+  const uint32_t ring = shared_address(raw_shared), biases = ring + Tile::kShape.ring_bytes();
   const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);  // the compiler knows that all lanes have the same
   const WarpPlace<Tile> place(warp);
+  for (int row = threadIdx.x * 2; row < Gemm::kRowsN; row += Gemm::kThreads * 2) store_shared(biases + row * 2, 0);
   int index = blockIdx.x;
   OuterTile tile(args, index, Gemm::kBlockM, Gemm::kColumns);
   auto side_m = columns_of<Tile, Tile::kRowsM>(args.a, tile, tile.row, args.m);
@@ -123,7 +74,8 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtasPerMultiprocessor)
       side_n = columns_of<Tile, Tile::kRowsN>(args.weight, tile, tile.column, args.n);
       fill<Tile>(ring, side_m, side_n, tile.rows.count);
     }
-    store_outer<Gemm>(args, sums, first_row, end_row, first_column);
+    const uint32_t store = ring + (Tile::kStages - 1) * Tile::kStageBytes + warp * Gemm::kStoreBytes;
+    store_tile<Gemm>(args, sums, biases, store, first_row, end_row, first_column);
     if (!more) break;
   }
 }
