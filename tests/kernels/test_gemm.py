@@ -467,6 +467,9 @@ def test_explain_says_which_gemm_is_not_fused(fused_mlp, device):
         ("gated_linear", 1000, (2048, 512, 0), 1),
         ("gated_linear", 400, (104, 184, 0), 1),  # rows that are no whole sectors
         ("gated_linear", 1400, (2232, 10952, 0), 0),
+        ("gated_linear", 690, (3520, 2176, 0), 1),  # estimated to be hardly faster
+        ("linear", 463, (1728, 17856, 0), 1),  # a short k
+        ("mlp", 800, (1536, 9216, 1536), 2),  # a long k of few tiles
         ("linear", 300, (56, 200, 0), 1),
         ("linear", 1500, (8520, 4760, 0), 0),
         ("linear", 6, (27456, 192, 0), 0),

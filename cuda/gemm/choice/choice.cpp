@@ -136,9 +136,19 @@ bool is_left_to_torch(const GemmProblem& p, const GemmPlan& plan, const Peak& pe
   return has_few_outputs_of_long_k(p, kLongK) || (p.m >= kTorchRows && !rows_fill(p, kSectorBytes));
 }
 
+// True if a product of many rows has fewer tiles of 128 x 128 than two thirds of the multiprocessors, and takes long
+// enough for that to count. torch's GEMM may give each of so few a whole k: it took up to 1.45 times as long as ours
+// (measured on an H200).
+bool has_few_long_tiles(const GemmProblem& p, const GemmPlan& plan, const Gpu& gpu) {
+  constexpr int64_t kManyRows = 257, kTile = 128;
+  constexpr double kLongMicroseconds = 15.0;
+  return p.m >= kManyRows && plan.microseconds >= kLongMicroseconds &&
+         3 * ceil_div(p.m, kTile) * ceil_div(p.n, kTile) <= 2 * gpu.multiprocessors;
+}
+
 // The part of torch's estimated time that ours is to take at most.
-double margin(const GemmProblem& p, const GemmPlan& plan) {
-  constexpr double kGated = 1.05, kLongGated = 0.95, kLongGatedMicroseconds = 20.0;
+double margin(const GemmProblem& p, const GemmPlan& plan, const Gpu& gpu) {
+  constexpr double kGated = 1.05, kLongGated = 1.02, kLongGatedMicroseconds = 20.0;
   if (p.gated()) return plan.microseconds > kLongGatedMicroseconds ? kLongGated : kGated;
   // In an MLP, where a was written right before, a plain product of ours that does not start early takes up to 3 us
   // more than by itself, and torch's hardly any. In torch's way, an activation costs the CPU a launch more. With few
@@ -147,11 +157,14 @@ double margin(const GemmProblem& p, const GemmPlan& plan) {
   // (measured on an H100 and an H200).
   constexpr double kPlain = 0.78, kEarly = 0.95, kActivated = 0.92, kOfFewRows = 1.05, kShort = 1.1;
   constexpr double kShortMicroseconds = 10.0;
-  constexpr int64_t kFewRows = 64;
-  if (p.linear()) return plan.hidden > 0.0 ? kEarly : kPlain;
+  // The shorter k is, the larger a part of torch's way is the pointwise kernel (measured on an H200).
+  constexpr double kActivatedOfShortK = 0.98, kFewLongTiles = 0.92;
+  constexpr int64_t kFewRows = 64, kShortK = 3072;
+  if (p.linear()) return plan.hidden > 0.0 ? kEarly : has_few_long_tiles(p, plan, gpu) ? kFewLongTiles : kPlain;
   if (p.m <= kFewRows) return kOfFewRows;
   const bool gains = rows_fill(p, kSectorBytes) && !has_few_outputs_of_long_k(p, kLongK / 2);
-  return gains && plan.microseconds <= kShortMicroseconds ? kShort : kActivated;
+  if (gains && plan.microseconds <= kShortMicroseconds) return kShort;
+  return p.k < kShortK ? kActivatedOfShortK : kActivated;
 }
 
 double torch_microseconds(const Architecture& architecture, const GemmProblem& p, const Gpu& gpu) {
@@ -169,7 +182,7 @@ bool is_faster(const Architecture& architecture, const GemmProblem& p, const Gem
   if (few_rows)
     return !has_few_outputs_of_long_k(p, kLongK) && (!plain || p.follows_ours() || plan.shortest() <= torch);
   if (plain && is_left_to_torch(p, plan, architecture.peak(gpu))) return false;
-  return broken_rows_factor(p, plan.kernel) * plan.shortest() <= margin(p, plan) * torch;
+  return broken_rows_factor(p, plan.kernel) * plan.shortest() <= margin(p, plan, gpu) * torch;
 }
 
 // True if a product of inference is taken for the CPU's time that it saves.
