@@ -133,7 +133,8 @@ CodedProblem scaled_layer_of(const GivenStack& weight, int parts, int64_t rows) 
   return p;
 }
 
-// Both layers over sorted rows in blocks of kScaledTile: rows of x, and hidden values, are rounded to e4m3.
+// Both layers over sorted rows in blocks of kScaledTile: rows of x, beside the sort, and hidden values are rounded to
+// e4m3.
 void multiply_scaled(const TensorRows& x, const RowSort& sort, int64_t sorted_rows, const GivenStack& gate_up,
                      const GivenStack& down, int parts, int64_t activation, void* results, const Gpu& device,
                      cudaStream_t stream) {
@@ -144,11 +145,13 @@ void multiply_scaled(const TensorRows& x, const RowSort& sort, int64_t sorted_ro
   };
   ScaledExperts of_first = experts_of(gate_up);
   of_first.token_of_row = sort.token_of_row;
-  first.a = matrix(x);
+  CodedProblem rounding = first;
+  rounding.a = matrix(x);
+  rounding.m = x.rows;
   first.epilogue.activation = activation;
   second.out = {results, second.n};
   const CodedPlan plan{CodedLoop::kScaled, kScaledTile, 2, 1, {}, 1};
-  const RoundedRows rows(first, stream, of_first), hidden(sorted_rows, first.n);
+  const RoundedRows rows(rounding, stream, true), hidden(sorted_rows, first.n);
   check(launch_scaled(first, plan, rows.rows(), hidden.rows(), nullptr, device, stream, of_first));
   check(launch_scaled(second, plan, hidden.rows(), {}, nullptr, device, stream, experts_of(down)));
 }

@@ -8,6 +8,7 @@
 // k, and another kernel adds their sums (parts.cuh).
 #pragma once
 
+#include "gather.cuh"
 #include "store.cuh"
 
 namespace fused_mlp {
@@ -19,20 +20,18 @@ struct ScaledTiles {
   static constexpr int kGroupUnits = 8;
   const ScaledArgs& args;
   const int rank;  // in the cluster
+  const int units_m;
   int index;
   const int step;
 
   __device__ __forceinline__ explicit ScaledTiles(const ScaledArgs& args)
       : args(args),
         rank(args.pair > 1 ? sm90::cluster_rank() : 0),
+        units_m(args.experts.experts > 0 ? load_fresh(args.experts.count) : args.units_m),
         index(blockIdx.x / args.pair),
         step(gridDim.x / args.pair) {}
 
-  // The lists of experts were written before the kernel before this one started.
-  __device__ __forceinline__ int units_m() const {
-    return args.experts.experts > 0 ? __ldg(args.experts.count) : args.units_m;
-  }
-  __device__ __forceinline__ bool done() const { return index >= units_m() * args.tiles_n * args.split; }
+  __device__ __forceinline__ bool done() const { return index >= units_m * args.tiles_n * args.split; }
   __device__ __forceinline__ void advance() { index += step; }
   __device__ __forceinline__ int2 blocks(const ScaledTile& tile) const {
     return {tile.part * args.k_blocks / args.split, (tile.part + 1) * args.k_blocks / args.split};
@@ -41,14 +40,11 @@ struct ScaledTiles {
   template <typename Gemm>
   __device__ __forceinline__ ScaledTile tile() const {
     const int whole = index / args.split;
-    const int2 at = grouped_tile<kGroupUnits>(whole, units_m(), args.tiles_n);
-    return {(at.x * args.pair + rank) * Gemm::kTileM, at.y * Gemm::kColumns, index % args.split};
-  }
-
-  // That of a tile whose rows are of an expert; else 0.
-  template <typename Gemm>
-  __device__ __forceinline__ int expert_of(const ScaledTile& tile) const {
-    return args.experts.experts > 0 ? BlockCode{__ldg(args.experts.codes + tile.row / Gemm::kTileM)}.expert() : 0;
+    const int2 at = grouped_tile<kGroupUnits>(whole, units_m, args.tiles_n);
+    const int unit = at.x * args.pair + rank, row = unit * Gemm::kTileM, column = at.y * Gemm::kColumns;
+    if (args.experts.experts == 0) return {row, column, index % args.split, args.m - row, 0};
+    const BlockCode code{load_fresh(args.experts.codes + unit)};
+    return {row, column, 0, code.rows(), code.expert()};
   }
 };
 
@@ -75,48 +71,52 @@ template <typename Gemm>
 __device__ __forceinline__ void load_rows(const ScaledArgs& args, const ScaledShared<Gemm>& shared, int stage,
                                           int block, const ScaledTile& tile) {
   sm90::tma_load(&args.a, shared.full(stage), shared.a(stage), block * (Gemm::kBlockK / 2), tile.row);
-  sm90::bulk_load(args.a_scales + block * args.a_scale_stride + tile.row, shared.full(stage), shared.scales(stage),
-                  Gemm::kScaleBytes);
+  sm90::bulk_load(args.a_rows.scales + block * args.a_rows.scale_stride + tile.row, shared.full(stage),
+                  shared.scales(stage), Gemm::kScaleBytes);
 }
 
-// The first weight row of a tile's expert.
-template <typename Gemm>
-__device__ __forceinline__ int first_weight_row(const ScaledTiles& tiles, const ScaledTile& tile) {
-  return tiles.expert_of<Gemm>(tile) * static_cast<int>(tiles.args.experts.weight_rows);
-}
-
-// Run by one thread. The first stages are filled with weights before the kernel that writes a is done.
+// Run by one thread, or where rows are gathered by all of the warpgroup. The first stages are filled with weights
+// before the kernel that writes a is done.
 template <typename Gemm>
 __device__ __forceinline__ void produce(const ScaledArgs& args, const ScaledShared<Gemm>& shared) {
-  const uint32_t bytes = args.loaded_rows * Gemm::kBlockK + Gemm::kHalves * Gemm::kHalfBytes + Gemm::kScaleBytes;
+  constexpr uint32_t kWeightBytes = Gemm::kHalves * Gemm::kHalfBytes;
+  const uint32_t bytes =
+      kWeightBytes + (args.gathers() ? 0 : args.loaded_rows * Gemm::kBlockK + Gemm::kScaleBytes);
+  const bool first = threadIdx.x == Gemm::kConsumers;
+  const auto start_stage = [&](int stage, int block, const ScaledTile& tile, int rank) {
+    if (!first) return;
+    sm90::mbarrier_arrive_expect(shared.full(stage), bytes);
+    load_weights<Gemm>(args, shared, stage, block, tile,
+                       tile.expert * static_cast<int>(args.experts.weight_rows), rank);
+  };
   ScaledTiles tiles(args);
+  ScaledGather<Gemm> gather{args};
   sm90::RingPosition at(Gemm::kStages, 1);  // all stages are empty
   int early = 0;
   if (!tiles.done()) {
     const ScaledTile tile = tiles.tile<Gemm>();
     const int2 blocks = tiles.blocks(tile);
-    const int first_row = first_weight_row<Gemm>(tiles, tile);
     early = min(Gemm::kStages, blocks.y - blocks.x);
-    for (int stage = 0; stage < early; ++stage) {
-      sm90::mbarrier_arrive_expect(shared.full(stage), bytes);
-      load_weights<Gemm>(args, shared, stage, blocks.x + stage, tile, first_row, tiles.rank);
-    }
+    for (int stage = 0; stage < early; ++stage) start_stage(stage, blocks.x + stage, tile, tiles.rank);
   }
   wait_for_previous_kernel();
   for (; !tiles.done(); tiles.advance()) {
     const ScaledTile tile = tiles.tile<Gemm>();
     const int2 blocks = tiles.blocks(tile);
-    const int first_row = first_weight_row<Gemm>(tiles, tile);
+    if (args.gathers()) gather.find(tile);
 #pragma unroll 1
     for (int block = blocks.x; block < blocks.y; ++block, at.advance()) {
       if (early > 0) {
         --early;
       } else {
         sm90::mbarrier_wait(shared.empty(at.stage), at.parity);
-        sm90::mbarrier_arrive_expect(shared.full(at.stage), bytes);
-        load_weights<Gemm>(args, shared, at.stage, block, tile, first_row, tiles.rank);
+        start_stage(at.stage, block, tile, tiles.rank);
       }
-      load_rows<Gemm>(args, shared, at.stage, block, tile);
+      if (args.gathers()) {
+        gather.copy(shared, at.stage, block, tile.rows);
+      } else {
+        load_rows<Gemm>(args, shared, at.stage, block, tile);
+      }
     }
   }
 }
@@ -139,13 +139,29 @@ struct ScalesOfHalf {
 // sums = the products of the blocks of k, as they arrive.
 template <typename Gemm>
 __device__ __forceinline__ void multiply(const ScaledArgs& args, const ScaledShared<Gemm>& shared,
-                                         const ScaledTile& tile, int expert, int2 blocks, sm90::RingPosition& at,
+                                         const ScaledTile& tile, int2 blocks, sm90::RingPosition& at,
                                          ScaledSums<Gemm>& sums) {
   using Mma = sm90::Wgmma<__nv_fp8_e4m3, Gemm::kHalfN>;
   const int group = sm90::warp_uniform(threadIdx.x / 128), lane = threadIdx.x % 32;
   const int local = threadIdx.x / 32 * 16 + lane / 4;
-  const ScalesOfHalf first(args, args.of_weight, expert, tile.column);
-  const ScalesOfHalf second(args, Gemm::kGated ? args.of_up_weight : args.of_weight, expert,
+  // Each lane has read scales of its own, and says so itself.
+  const auto release = [&] {
+    if (args.pair > 1) {
+      sm90::mbarrier_arrive_at(shared.empty(at.stage), 0);
+      sm90::mbarrier_arrive_at(shared.empty(at.stage), 1);
+    } else {
+      sm90::mbarrier_arrive(shared.empty(at.stage));
+    }
+  };
+  if (group * 64 >= tile.rows) {  // the warpgroup has no rows
+    for (int block = blocks.x; block < blocks.y; ++block, at.advance()) {
+      sm90::mbarrier_wait(shared.full(at.stage), at.parity);
+      release();
+    }
+    return;
+  }
+  const ScalesOfHalf first(args, args.of_weight, tile.expert, tile.column);
+  const ScalesOfHalf second(args, Gemm::kGated ? args.of_up_weight : args.of_weight, tile.expert,
                             Gemm::kGated ? tile.column : tile.column + Gemm::kHalfN);
 #pragma unroll
   for (int half = 0; half < Gemm::kHalves; ++half) {
@@ -158,6 +174,7 @@ __device__ __forceinline__ void multiply(const ScaledArgs& args, const ScaledSha
     const int next = min(block + 1, blocks.y - 1);
     const float scale_behind[2] = {first(next), second(next)};
     sm90::mbarrier_wait(shared.full(at.stage), at.parity);
+    if (args.gathers()) sm90::fence_shared_to_async();  // what other threads have copied, before wgmma reads it
     float of_rows[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -182,15 +199,7 @@ __device__ __forceinline__ void multiply(const ScaledArgs& args, const ScaledSha
       sm90::fence_accumulator(of_block);
       sm90::wgmma_wait<0>();
       sm90::fence_accumulator(of_block);
-      if (half == Gemm::kHalves - 1) {
-        // Each lane has read scales of its own, and says so itself.
-        if (args.pair > 1) {
-          sm90::mbarrier_arrive_at(shared.empty(at.stage), 0);
-          sm90::mbarrier_arrive_at(shared.empty(at.stage), 1);
-        } else {
-          sm90::mbarrier_arrive(shared.empty(at.stage));
-        }
-      }
+      if (half == Gemm::kHalves - 1) release();
       const float by[2] = {of_rows[0] * scale[half], of_rows[1] * scale[half]};
 #pragma unroll
       for (int i = 0; i < Gemm::kSums; ++i) sums[half][i] = fmaf(of_block[i], by[i / 2 % 2], sums[half][i]);
@@ -204,12 +213,14 @@ template <typename Gemm>
 __device__ __forceinline__ void consume(const ScaledArgs& args, const ScaledShared<Gemm>& shared) {
   const int warp = sm90::warp_uniform(threadIdx.x / 32);
   sm90::RingPosition at(Gemm::kStages);
+  ScaledBoxes<Gemm> boxes{shared.boxes(warp)};
   for (ScaledTiles tiles(args); !tiles.done(); tiles.advance()) {
     ScaledTile tile = tiles.tile<Gemm>();
     ScaledSums<Gemm> sums;
-    multiply<Gemm>(args, shared, tile, tiles.expert_of<Gemm>(tile), tiles.blocks(tile), at, sums);
+    multiply<Gemm>(args, shared, tile, tiles.blocks(tile), at, sums);
+    if (warp * Gemm::kBoxRows >= tile.rows) continue;
     tile.row += warp * Gemm::kBoxRows;
-    store_tile<Gemm>(args, sums, shared.box(warp), tile);
+    store_tile<Gemm>(args, sums, boxes, tile);
   }
   if (threadIdx.x % 32 == 0) sm90::tma_store_wait_read<0>();
   __syncwarp();
@@ -220,16 +231,18 @@ __device__ __forceinline__ void consume(const ScaledArgs& args, const ScaledShar
 template <typename Gemm>
 __global__ void __launch_bounds__(Gemm::kThreads, 1) scaled_kernel(const __grid_constant__ ScaledArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ uint8_t raw_shared[];
+  extern __shared__ __align__(Gemm::kGivenAlignment) uint8_t raw_shared[];
   const ScaledShared<Gemm> shared(raw_shared);
+  // Lists that a product of experts reads before it waits were written before the kernel before it let it start.
+  if (args.gathers()) wait_for_previous_kernel();
   allow_next_kernel();
   if (threadIdx.x == 0) {
-    sm90::prefetch_tensor_map(&args.a);
+    if (!args.gathers()) sm90::prefetch_tensor_map(&args.a);
     sm90::prefetch_tensor_map(&args.weight);
     if (Gemm::kGated) sm90::prefetch_tensor_map(&args.up_weight);
     sm90::prefetch_tensor_map(&args.out);
     for (int stage = 0; stage < Gemm::kStages; ++stage) {
-      sm90::mbarrier_init(shared.full(stage), 1);
+      sm90::mbarrier_init(shared.full(stage), 1 + (args.gathers() ? ScaledGather<Gemm>::kThreads : 0));
       sm90::mbarrier_init(shared.empty(stage), args.pair * Gemm::kConsumers);
     }
     sm90::fence_mbarrier_init();
@@ -238,7 +251,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1) scaled_kernel(const __grid_
   if (args.pair > 1) sm90::cluster_sync();  // nobody writes to a CTA whose barriers are not there yet
   if (threadIdx.x >= Gemm::kConsumers) {
     sm90::shrink_registers<Gemm::kProducerRegisters>();
-    if (threadIdx.x == Gemm::kConsumers) produce<Gemm>(args, shared);
+    if (args.gathers() || threadIdx.x == Gemm::kConsumers) produce<Gemm>(args, shared);
     __syncwarp();
   } else {
     sm90::grow_registers<Gemm::kConsumerRegisters>();

@@ -14,18 +14,20 @@ namespace fused_mlp {
 
 struct ScaledArgs {
   CUtensorMap a, weight, up_weight, out;
-  const float* a_scales;
-  int64_t a_scale_stride;
+  ScaledRows a_rows;
   CodedWeight of_weight, of_up_weight;
   ScaledRows rounded;
   float* parts;  // [split, m, n]: where the sums of parts of k go as they are
   EpilogueArgs epilogue;
-  int m, n, k_blocks;
+  int m, n, k, k_blocks;
   int units_m, tiles_n;  // a unit is the rows of the CTAs that share weights
   int pair, split;
   int loaded_rows;  // of a tile; the rest of its places hold anything
   ScaledExperts experts;
   bool by_rows;  // each weight row has a scale, which the sums are multiplied by at the end
+
+  // True if rows are taken from where those of tokens lie, by lists that the kernel before writes.
+  __device__ __forceinline__ bool gathers() const { return experts.token_of_row != nullptr; }
 };
 
 template <typename Element_, bool kGated_>
@@ -39,14 +41,15 @@ struct ScaledGemm {
   static constexpr int kColumns = kGated ? kHalfN : kHalves * kHalfN;  // of the result
   static constexpr int kBlockK = kScaledGroup, kStages = 4;
   static constexpr int kSums = kHalfN / 2;  // of a thread, of 64 rows and a half's columns
-  static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
+  static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
 
   static constexpr int kBytesA = kTileM * kBlockK, kHalfBytes = kHalfN * kBlockK;
   static constexpr int kStageBytes = kBytesA + kHalves * kHalfBytes, kScaleBytes = kTileM * 4;
   static constexpr int kBoxRows = 16, kBoxBytes = kBoxRows * 128;  // that a warp stores at a time
-  static constexpr int kAlignment = 1024;
-  static constexpr int kSharedBytes =
-      kAlignment + kStages * (kStageBytes + kScaleBytes + 16) + kConsumers / 32 * kBoxBytes;
+  static constexpr int kBoxes = 2;                                 // of a warp, in turns
+  static constexpr int kAlignment = 1024, kGivenAlignment = 128;
+  static constexpr int kSharedBytes = kAlignment - kGivenAlignment + kStages * (kStageBytes + kScaleBytes + 16) +
+                                      kConsumers / 32 * kBoxes * kBoxBytes;
   static_assert(kSharedBytes <= 227 * 1024);
 };
 
@@ -68,9 +71,11 @@ struct ScaledShared {
   __device__ __forceinline__ uint32_t half(int stage, int half) const {
     return a(stage) + Gemm::kBytesA + half * Gemm::kHalfBytes;
   }
-  __device__ __forceinline__ uint32_t box(int warp) const { return a(Gemm::kStages) + warp * Gemm::kBoxBytes; }
+  __device__ __forceinline__ uint32_t boxes(int warp) const {
+    return a(Gemm::kStages) + warp * Gemm::kBoxes * Gemm::kBoxBytes;
+  }
   __device__ __forceinline__ uint32_t scales(int stage) const {
-    return box(Gemm::kConsumers / 32) + stage * Gemm::kScaleBytes;
+    return boxes(Gemm::kConsumers / 32) + stage * Gemm::kScaleBytes;
   }
   __device__ __forceinline__ uint32_t full(int stage) const { return scales(Gemm::kStages) + stage * 8; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(Gemm::kStages + stage); }
@@ -82,6 +87,7 @@ using ScaledSums = float[Gemm::kHalves][Gemm::kSums];
 
 struct ScaledTile {
   int row, column, part;  // of k
+  int rows, expert;       // how many rows there are, and whose; 0 where all have the same weights
 };
 
 #endif
