@@ -139,11 +139,11 @@ void multiply_scaled(const TensorRows& x, const RowSort& sort, int64_t sorted_ro
                      const GivenStack& down, int parts, int64_t activation, void* results, const Gpu& device,
                      cudaStream_t stream) {
   CodedProblem first = scaled_layer_of(gate_up, parts, sorted_rows), second = scaled_layer_of(down, 1, sorted_rows);
-  const auto experts_of = [&](const GivenStack& weight) {
+  const auto experts_of = [&](const GivenStack& weight, int layer) {
     return ScaledExperts{static_cast<int>(weight.experts), sort.codes, sort.count, nullptr, weight.rows,
-                         weight.scales_of_expert()};
+                         weight.scales_of_expert(), sort.taken + layer};
   };
-  ScaledExperts of_first = experts_of(gate_up);
+  ScaledExperts of_first = experts_of(gate_up, 0);
   of_first.token_of_row = sort.token_of_row;
   CodedProblem rounding = first;
   rounding.a = matrix(x);
@@ -153,7 +153,7 @@ void multiply_scaled(const TensorRows& x, const RowSort& sort, int64_t sorted_ro
   const CodedPlan plan{CodedLoop::kScaled, kScaledTile, 2, 1, {}, 1};
   const RoundedRows rows(rounding, stream, true), hidden(sorted_rows, first.n);
   check(launch_scaled(first, plan, rows.rows(), hidden.rows(), nullptr, device, stream, of_first));
-  check(launch_scaled(second, plan, hidden.rows(), {}, nullptr, device, stream, experts_of(down)));
+  check(launch_scaled(second, plan, hidden.rows(), {}, nullptr, device, stream, experts_of(down, 1)));
 }
 
 }  // namespace
@@ -200,7 +200,7 @@ Tensor quantized_experts(const Tensor& x, const Tensor& top_k_index, const Tenso
   RowSort sort{routes, matrix(rows), rows.cols, rounds ? kScaledTile : kFittedStep};
   sort.tile_rows = plan.rows;
   const int64_t of_tile = rounds ? sizeof(int) : sizeof(FittedTile);
-  const int64_t list_bytes = plan.row_tiles * of_tile + (1 + routes.slots() + slots) * int64_t{sizeof(int)};
+  const int64_t list_bytes = plan.row_tiles * of_tile + (3 + routes.slots() + slots) * int64_t{sizeof(int)};
   const Scratch lists(plan.sorts ? list_bytes : 0);
   if (plan.sorts) {
     auto* const tiles = static_cast<char*>(lists.data());
@@ -214,6 +214,7 @@ Tensor quantized_experts(const Tensor& x, const Tensor& top_k_index, const Tenso
     }
     sort.row_of_slot = count + 1;
     sort.token_of_row = sort.row_of_slot + routes.slots();
+    if (rounds) sort.taken = sort.token_of_row + slots;
     check(launch_row_sort(sort, device, stream));
   }
   const int parts = gated ? 2 : 1;

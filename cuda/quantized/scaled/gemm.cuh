@@ -21,30 +21,30 @@ struct ScaledTiles {
   const ScaledArgs& args;
   const int rank;  // in the cluster
   const int units_m;
-  int index;
   const int step;
+  int index;
 
   __device__ __forceinline__ explicit ScaledTiles(const ScaledArgs& args)
       : args(args),
         rank(args.pair > 1 ? sm90::cluster_rank() : 0),
         units_m(args.experts.experts > 0 ? load_fresh(args.experts.count) : args.units_m),
-        index(blockIdx.x / args.pair),
-        step(gridDim.x / args.pair) {}
+        step(gridDim.x / args.pair),
+        index(blockIdx.x / args.pair) {}
 
   __device__ __forceinline__ bool done() const { return index >= units_m * args.tiles_n * args.split; }
-  __device__ __forceinline__ void advance() { index += step; }
-  __device__ __forceinline__ int2 blocks(const ScaledTile& tile) const {
-    return {tile.part * args.k_blocks / args.split, (tile.part + 1) * args.k_blocks / args.split};
+
+  // The one behind this. Tiles of experts take times that differ: a CTA that is done takes the first that none has.
+  __device__ __forceinline__ int take_next() const {
+    return args.experts.taken != nullptr ? step + atomicAdd(args.experts.taken, 1) : index + step;
   }
 
   template <typename Gemm>
   __device__ __forceinline__ ScaledTile tile() const {
-    const int whole = index / args.split;
-    const int2 at = grouped_tile<kGroupUnits>(whole, units_m, args.tiles_n);
-    const int unit = at.x * args.pair + rank, row = unit * Gemm::kTileM, column = at.y * Gemm::kColumns;
-    if (args.experts.experts == 0) return {row, column, index % args.split, args.m - row, 0};
-    const BlockCode code{load_fresh(args.experts.codes + unit)};
-    return {row, column, 0, code.rows(), code.expert()};
+    const int2 at = grouped_tile<kGroupUnits>(index / args.split, units_m, args.tiles_n);
+    const int unit = at.x * args.pair + rank, row = unit * Gemm::kTileM, rows = args.m - row;
+    const BlockCode code = args.experts.experts > 0 ? BlockCode{load_fresh(args.experts.codes + unit)}
+                                                    : BlockCode::of(0, max(0, min(rows, Gemm::kTileM)));
+    return {row, at.y * Gemm::kColumns, index % args.split, code};
   }
 };
 
@@ -76,49 +76,63 @@ __device__ __forceinline__ void load_rows(const ScaledArgs& args, const ScaledSh
 }
 
 // Run by one thread, or where rows are gathered by all of the warpgroup. The first stages are filled with weights
-// before the kernel that writes a is done.
+// before the kernel that writes a is done. Behind the last tile comes a stage that says so.
 template <typename Gemm>
 __device__ __forceinline__ void produce(const ScaledArgs& args, const ScaledShared<Gemm>& shared) {
   constexpr uint32_t kWeightBytes = Gemm::kHalves * Gemm::kHalfBytes;
-  const uint32_t bytes =
-      kWeightBytes + (args.gathers() ? 0 : args.loaded_rows * Gemm::kBlockK + Gemm::kScaleBytes);
+  const uint32_t bytes = kWeightBytes + (args.gathers() ? 0 : args.loaded_rows * Gemm::kBlockK + Gemm::kScaleBytes);
   const bool first = threadIdx.x == Gemm::kConsumers;
-  const auto start_stage = [&](int stage, int block, const ScaledTile& tile, int rank) {
-    if (!first) return;
-    sm90::mbarrier_arrive_expect(shared.full(stage), bytes);
-    load_weights<Gemm>(args, shared, stage, block, tile,
-                       tile.expert * static_cast<int>(args.experts.weight_rows), rank);
-  };
   ScaledTiles tiles(args);
   ScaledGather<Gemm> gather{args};
+  const auto start_stage = [&](int stage, int block, const ScaledTile& tile) {
+    if (!first) return;
+    shared.put(stage, tile);
+    sm90::mbarrier_arrive_expect(shared.full(stage), bytes);
+    const int first_row = tile.code.expert() * static_cast<int>(args.experts.weight_rows);
+    load_weights<Gemm>(args, shared, stage, block, tile, first_row, tiles.rank);
+  };
   sm90::RingPosition at(Gemm::kStages, 1);  // all stages are empty
   int early = 0;
   if (!tiles.done()) {
     const ScaledTile tile = tiles.tile<Gemm>();
-    const int2 blocks = tiles.blocks(tile);
+    const int2 blocks = tile.blocks(args);
     early = min(Gemm::kStages, blocks.y - blocks.x);
-    for (int stage = 0; stage < early; ++stage) start_stage(stage, blocks.x + stage, tile, tiles.rank);
+    for (int stage = 0; stage < early; ++stage) start_stage(stage, blocks.x + stage, tile);
   }
   wait_for_previous_kernel();
-  for (; !tiles.done(); tiles.advance()) {
-    const ScaledTile tile = tiles.tile<Gemm>();
-    const int2 blocks = tiles.blocks(tile);
+  while (true) {
+    if (early == 0) sm90::mbarrier_wait(shared.empty(at.stage), at.parity);
+    ScaledTile tile{-1};
+    if (first) {
+      if (!tiles.done()) tile = tiles.tile<Gemm>();
+      shared.put(at.stage, tile);
+    }
+    if (args.gathers()) {
+      sm90::named_barrier_sync(2, ScaledGather<Gemm>::kThreads);
+      tile = shared.tile(at.stage);
+    }
+    if (tile.row < 0) break;
+    const int next = first ? tiles.take_next() : 0;
+    const int2 blocks = tile.blocks(args);
     if (args.gathers()) gather.find(tile);
 #pragma unroll 1
     for (int block = blocks.x; block < blocks.y; ++block, at.advance()) {
       if (early > 0) {
         --early;
       } else {
-        sm90::mbarrier_wait(shared.empty(at.stage), at.parity);
-        start_stage(at.stage, block, tile, tiles.rank);
+        if (block > blocks.x) sm90::mbarrier_wait(shared.empty(at.stage), at.parity);
+        start_stage(at.stage, block, tile);
       }
       if (args.gathers()) {
-        gather.copy(shared, at.stage, block, tile.rows);
+        gather.copy(shared, at.stage, block, tile.code.rows());
       } else {
         load_rows<Gemm>(args, shared, at.stage, block, tile);
       }
     }
+    tiles.index = next;
   }
+  if (first) sm90::mbarrier_arrive(shared.full(at.stage));
+  if (args.gathers()) sm90::mbarrier_arrive(shared.full(at.stage));
 }
 
 // The scales of blocks of k of the rows of one half; 1 where rows have scales of their own.
@@ -139,11 +153,11 @@ struct ScalesOfHalf {
 // sums = the products of the blocks of k, as they arrive.
 template <typename Gemm>
 __device__ __forceinline__ void multiply(const ScaledArgs& args, const ScaledShared<Gemm>& shared,
-                                         const ScaledTile& tile, int2 blocks, sm90::RingPosition& at,
-                                         ScaledSums<Gemm>& sums) {
+                                         const ScaledTile& tile, sm90::RingPosition& at, ScaledSums<Gemm>& sums) {
   using Mma = sm90::Wgmma<__nv_fp8_e4m3, Gemm::kHalfN>;
   const int group = sm90::warp_uniform(threadIdx.x / 128), lane = threadIdx.x % 32;
-  const int local = threadIdx.x / 32 * 16 + lane / 4;
+  const int local = threadIdx.x / 32 * 16 + lane / 4, expert = tile.code.expert();
+  const int2 blocks = tile.blocks(args);
   // Each lane has read scales of its own, and says so itself.
   const auto release = [&] {
     if (args.pair > 1) {
@@ -153,15 +167,15 @@ __device__ __forceinline__ void multiply(const ScaledArgs& args, const ScaledSha
       sm90::mbarrier_arrive(shared.empty(at.stage));
     }
   };
-  if (group * 64 >= tile.rows) {  // the warpgroup has no rows
+  if (group * 64 >= tile.code.rows()) {  // the warpgroup has no rows
     for (int block = blocks.x; block < blocks.y; ++block, at.advance()) {
       sm90::mbarrier_wait(shared.full(at.stage), at.parity);
       release();
     }
     return;
   }
-  const ScalesOfHalf first(args, args.of_weight, tile.expert, tile.column);
-  const ScalesOfHalf second(args, Gemm::kGated ? args.of_up_weight : args.of_weight, tile.expert,
+  const ScalesOfHalf first(args, args.of_weight, expert, tile.column);
+  const ScalesOfHalf second(args, Gemm::kGated ? args.of_up_weight : args.of_weight, expert,
                             Gemm::kGated ? tile.column : tile.column + Gemm::kHalfN);
 #pragma unroll
   for (int half = 0; half < Gemm::kHalves; ++half) {
@@ -214,11 +228,13 @@ __device__ __forceinline__ void consume(const ScaledArgs& args, const ScaledShar
   const int warp = sm90::warp_uniform(threadIdx.x / 32);
   sm90::RingPosition at(Gemm::kStages);
   ScaledBoxes<Gemm> boxes{shared.boxes(warp)};
-  for (ScaledTiles tiles(args); !tiles.done(); tiles.advance()) {
-    ScaledTile tile = tiles.tile<Gemm>();
+  while (true) {
+    sm90::mbarrier_wait(shared.full(at.stage), at.parity);
+    ScaledTile tile = shared.tile(at.stage);
+    if (tile.row < 0) break;
     ScaledSums<Gemm> sums;
-    multiply<Gemm>(args, shared, tile, tiles.blocks(tile), at, sums);
-    if (warp * Gemm::kBoxRows >= tile.rows) continue;
+    multiply<Gemm>(args, shared, tile, at, sums);
+    if (warp * Gemm::kBoxRows >= tile.code.rows()) continue;
     tile.row += warp * Gemm::kBoxRows;
     store_tile<Gemm>(args, sums, boxes, tile);
   }

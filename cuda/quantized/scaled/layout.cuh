@@ -46,9 +46,11 @@ struct ScaledGemm {
   static constexpr int kBytesA = kTileM * kBlockK, kHalfBytes = kHalfN * kBlockK;
   static constexpr int kStageBytes = kBytesA + kHalves * kHalfBytes, kScaleBytes = kTileM * 4;
   static constexpr int kBoxRows = 16, kBoxBytes = kBoxRows * 128;  // that a warp stores at a time
+  static constexpr int kTileBytes = 16;                            // of the ScaledTile that a stage belongs to
   static constexpr int kBoxes = 2;                                 // of a warp, in turns
   static constexpr int kAlignment = 1024, kGivenAlignment = 128;
-  static constexpr int kSharedBytes = kAlignment - kGivenAlignment + kStages * (kStageBytes + kScaleBytes + 16) +
+  static constexpr int kSharedBytes = kAlignment - kGivenAlignment +
+                                      kStages * (kStageBytes + kScaleBytes + 16 + kTileBytes) +
                                       kConsumers / 32 * kBoxes * kBoxBytes;
   static_assert(kSharedBytes <= 227 * 1024);
 };
@@ -61,6 +63,15 @@ __device__ __forceinline__ uint32_t e4m3_pair(float low, float high) {
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+struct ScaledTile {
+  int row, column, part;  // of k
+  BlockCode code;         // its expert, or 0, and how many of its rows there are
+
+  __device__ __forceinline__ int2 blocks(const ScaledArgs& args) const {  // of k
+    return {part * args.k_blocks / args.split, (part + 1) * args.k_blocks / args.split};
+  }
+};
 
 template <typename Gemm>
 struct ScaledShared {
@@ -79,16 +90,31 @@ struct ScaledShared {
   }
   __device__ __forceinline__ uint32_t full(int stage) const { return scales(Gemm::kStages) + stage * 8; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(Gemm::kStages + stage); }
+
+  __device__ __forceinline__ void put(int stage, const ScaledTile& tile) const {
+    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(place(stage)), "r"(tile.row), "r"(tile.column),
+                 "r"(tile.part), "r"(tile.code.code)
+                 : "memory");
+  }
+  __device__ __forceinline__ ScaledTile tile(int stage) const {
+    ScaledTile tile;
+    asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(tile.row), "=r"(tile.column), "=r"(tile.part), "=r"(tile.code.code)
+                 : "r"(place(stage))
+                 : "memory");
+    return tile;
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t place(int stage) const {
+    return full(2 * Gemm::kStages) + stage * Gemm::kTileBytes;
+  }
 };
 
 // The sums of a thread: of each half, as wgmma has them.
 template <typename Gemm>
 using ScaledSums = float[Gemm::kHalves][Gemm::kSums];
 
-struct ScaledTile {
-  int row, column, part;  // of k
-  int rows, expert;       // how many rows there are, and whose; 0 where all have the same weights
-};
 
 #endif
 

@@ -27,6 +27,7 @@ struct ScaledExperts {
   const int* count = nullptr;
   const int* token_of_row = nullptr;              // where rows of a are those of tokens, and not sorted
   int64_t weight_rows = 0, scales_of_expert = 0;  // from an expert to the next one
+  int* taken = nullptr;                           // the tiles that CTAs have taken behind their first: 0 at first
 };
 
 constexpr int kScaledTile = 128;
