@@ -140,8 +140,12 @@ void multiply_scaled(const TensorRows& x, const RowSort& sort, int64_t sorted_ro
                      cudaStream_t stream) {
   CodedProblem first = scaled_layer_of(gate_up, parts, sorted_rows), second = scaled_layer_of(down, 1, sorted_rows);
   const auto experts_of = [&](const GivenStack& weight, int layer) {
-    return ScaledExperts{static_cast<int>(weight.experts), sort.codes, sort.count, nullptr, weight.rows,
-                         weight.scales_of_expert(), sort.taken + layer};
+    return ScaledExperts{.experts = static_cast<int>(weight.experts),
+                         .codes = sort.codes,
+                         .count = sort.count,
+                         .weight_rows = weight.rows,
+                         .scales_of_expert = weight.scales_of_expert(),
+                         .taken = sort.taken + layer};
   };
   ScaledExperts of_first = experts_of(gate_up, 0);
   of_first.token_of_row = sort.token_of_row;

@@ -27,7 +27,8 @@ struct ScaledGather {
     token = load_fresh(tokens + thread());
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
-      pieces[i] = load_fresh(tokens + thread() / kPieces + i * kStep) * static_cast<uint32_t>(args.a_rows.row_bytes / 16);
+      pieces[i] =
+          load_fresh(tokens + thread() / kPieces + i * kStep) * static_cast<uint32_t>(args.a_rows.row_bytes / 16);
     }
   }
 

@@ -42,10 +42,8 @@ cudaError_t launch_gemm(const CodedProblem& p, const CodedPlan& plan, const Scal
     return encode_bytes(map, weight.data, p.k, rows, p.k, Gemm::kHalfN);
   };
   const bool mapped =
-      (experts.token_of_row != nullptr ||
-       encode_bytes(&args.a, a.data, a.row_bytes, p.m, p.k, args.loaded_rows)) &&
-      encode_weight(&args.weight, p.weight) &&
-      (!Gemm::kGated || encode_weight(&args.up_weight, p.up_weight)) &&
+      (experts.token_of_row != nullptr || encode_bytes(&args.a, a.data, a.row_bytes, p.m, p.k, args.loaded_rows)) &&
+      encode_weight(&args.weight, p.weight) && (!Gemm::kGated || encode_weight(&args.up_weight, p.up_weight)) &&
       (rounded.data != nullptr ? encode_bytes(&args.out, rounded.data, rounded.row_bytes, p.m, p.n, Gemm::kBoxRows)
                                : sm90::encode_tensor_map(&args.out, p.dtype, p.out, p.m, p.n, Gemm::kBoxRows, 64));
   if (!mapped) return cudaErrorInvalidValue;
@@ -93,8 +91,7 @@ cudaError_t launch_scaled(const CodedProblem& p, const CodedPlan& plan, const Sc
                                     : launch_of<__nv_bfloat16>(p, plan, a, rounded, parts, gpu, stream, experts);
 }
 
-cudaError_t launch_rounding(const CodedProblem& p, const ScaledRows& rounded, bool starts_early,
-                            cudaStream_t stream) {
+cudaError_t launch_rounding(const CodedProblem& p, const ScaledRows& rounded, bool starts_early, cudaStream_t stream) {
   return p.dtype == DType::kFloat16 ? launch_rounding_of<__half>(p, rounded, starts_early, stream)
                                     : launch_rounding_of<__nv_bfloat16>(p, rounded, starts_early, stream);
 }

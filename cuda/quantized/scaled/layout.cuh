@@ -115,7 +115,6 @@ struct ScaledShared {
 template <typename Gemm>
 using ScaledSums = float[Gemm::kHalves][Gemm::kSums];
 
-
 #endif
 
 }  // namespace fused_mlp

@@ -1,6 +1,6 @@
-// Decoding of 4-bit codes for wgmma: code times scale, rounded once, as if the weight had been decoded before. A pair of
-// codes, in 16 bits each, is one read of shared memory, which has as much to do as the tensor cores; the scale is two
-// numbers of 16 bits, so that the product is as exact as in float32.
+// Decoding of 4-bit codes for wgmma: code times scale, rounded once, as if the weight had been decoded before. A pair
+// of codes, in 16 bits each, is one read of shared memory, which has as much to do as the tensor cores; the scale is
+// two numbers of 16 bits, so that the product is as exact as in float32.
 #pragma once
 
 #include "../decode/integers.cuh"
