@@ -54,17 +54,15 @@ __device__ __forceinline__ void load_weights(const ScaledArgs& args, const Scale
   constexpr int kWords = Gemm::kBlockK / 2;  // of 16 bits
 #pragma unroll
   for (int half = 0; half < Gemm::kHalves; ++half) {
-    if (args.pair > 1 && half != rank) continue;
-#pragma unroll
-    for (int part = 0; part < Gemm::kHalfN / Gemm::kBoxN; ++part) {
-      const CUtensorMap* const map = part == 1 ? &args.up_weight : &args.weight;
-      const int row = first_row + tile.column + half * Gemm::kBoxN;
-      const uint32_t to = shared.half(stage, half) + part * Gemm::kBoxN * Gemm::kBlockK;
-      if (args.pair > 1) {
-        sm90::tma_load_to(3, map, shared.full(stage), to, block * kWords, row);
-      } else {
-        sm90::tma_load(map, shared.full(stage), to, block * kWords, row);
+    const CUtensorMap* const map = Gemm::kGated && half == 1 ? &args.up_weight : &args.weight;
+    const int column = Gemm::kGated ? tile.column : tile.column + half * Gemm::kHalfN;
+    const int row = first_row + column;
+    if (args.pair > 1) {
+      if (half == rank) {
+        sm90::tma_load_to(3, map, shared.full(stage), shared.half(stage, half), block * kWords, row);
       }
+    } else {
+      sm90::tma_load(map, shared.full(stage), shared.half(stage, half), block * kWords, row);
     }
   }
 }
@@ -158,9 +156,7 @@ __device__ __forceinline__ void multiply(const ScaledArgs& args, const ScaledSha
                                          const ScaledTile& tile, sm90::RingPosition& at, ScaledSums<Gemm>& sums) {
   using Mma = sm90::Wgmma<__nv_fp8_e4m3, Gemm::kHalfN>;
   const int group = sm90::warp_uniform(threadIdx.x / 128), lane = threadIdx.x % 32;
-  const bool shares = tile.shares_rows();
-  const int first_row = shares ? 0 : group * 64, expert = tile.code.expert();
-  const int local = first_row + threadIdx.x % 128 / 32 * 16 + lane / 4;
+  const int local = threadIdx.x / 32 * 16 + lane / 4, expert = tile.code.expert();
   const int2 blocks = tile.blocks(args);
   // Each lane has read scales of its own, and says so itself.
   const auto release = [&] {
@@ -171,7 +167,7 @@ __device__ __forceinline__ void multiply(const ScaledArgs& args, const ScaledSha
       sm90::mbarrier_arrive(shared.empty(at.stage));
     }
   };
-  if (tile.code.rows() == 0) {  // of a cluster's second CTA
+  if (group * 64 >= tile.code.rows()) {  // the warpgroup has no rows
     for (int block = blocks.x; block < blocks.y; ++block, at.advance()) {
       sm90::mbarrier_wait(shared.full(at.stage), at.parity);
       release();
@@ -201,13 +197,10 @@ __device__ __forceinline__ void multiply(const ScaledArgs& args, const ScaledSha
                    : "r"(shared.scales(at.stage) + (local + i * 8) * 4)
                    : "memory");
     }
-    const float by[2][2] = {{of_rows[0] * scale[0], of_rows[1] * scale[0]},
-                            {of_rows[0] * scale[1], of_rows[1] * scale[1]}};
-    const uint64_t rows = sm90::wgmma_descriptor(shared.a(at.stage) + first_row * Gemm::kBlockK);
+    const uint64_t rows = sm90::wgmma_descriptor(shared.a(at.stage) + group * 64 * Gemm::kBlockK);
     float of_block[Gemm::kSums];
 #pragma unroll
     for (int half = 0; half < Gemm::kHalves; ++half) {
-      if (shares && half != group) continue;
       const uint64_t weights = sm90::wgmma_descriptor(shared.half(at.stage, half));
       sm90::fence_accumulator(of_block);
       sm90::wgmma_fence();
@@ -220,12 +213,10 @@ __device__ __forceinline__ void multiply(const ScaledArgs& args, const ScaledSha
       sm90::fence_accumulator(of_block);
       sm90::wgmma_wait<0>();
       sm90::fence_accumulator(of_block);
-      if (shares || half == Gemm::kHalves - 1) release();
+      if (half == Gemm::kHalves - 1) release();
+      const float by[2] = {of_rows[0] * scale[half], of_rows[1] * scale[half]};
 #pragma unroll
-      for (int i = 0; i < Gemm::kSums; ++i) {
-        const int part = Gemm::kGated ? i * 2 / Gemm::kSums : half;
-        sums[half][i] = fmaf(of_block[i], by[part][i / 2 % 2], sums[half][i]);
-      }
+      for (int i = 0; i < Gemm::kSums; ++i) sums[half][i] = fmaf(of_block[i], by[i / 2 % 2], sums[half][i]);
     }
     scale[0] = scale_behind[0];
     scale[1] = scale_behind[1];
@@ -243,11 +234,9 @@ __device__ __forceinline__ void consume(const ScaledArgs& args, const ScaledShar
     if (tile.row < 0) break;
     ScaledSums<Gemm> sums;
     multiply<Gemm>(args, shared, tile, at, sums);
-    const bool shares = tile.shares_rows();
-    const int first_row = (shares ? warp % 4 : warp) * Gemm::kBoxRows;
-    if (first_row >= tile.code.rows() && !(Gemm::kGated && shares)) continue;  // where warps wait for others
-    tile.row += first_row;
-    store_tile<Gemm>(args, shared, sums, boxes, tile, warp, shares);
+    if (warp * Gemm::kBoxRows >= tile.code.rows()) continue;
+    tile.row += warp * Gemm::kBoxRows;
+    store_tile<Gemm>(args, sums, boxes, tile);
   }
   if (threadIdx.x % 32 == 0) sm90::tma_store_wait_read<0>();
   __syncwarp();
@@ -258,7 +247,7 @@ __device__ __forceinline__ void consume(const ScaledArgs& args, const ScaledShar
 template <typename Gemm>
 __global__ void __launch_bounds__(Gemm::kThreads, 1) scaled_kernel(const __grid_constant__ ScaledArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(Gemm::kAlignment) uint8_t raw_shared[];
+  extern __shared__ __align__(Gemm::kGivenAlignment) uint8_t raw_shared[];
   const ScaledShared<Gemm> shared(raw_shared);
   // Lists that a product of experts reads before it waits were written before the kernel before it let it start.
   if (args.gathers()) wait_for_previous_kernel();

@@ -39,7 +39,7 @@ cudaError_t launch_gemm(const CodedProblem& p, const CodedPlan& plan, const Scal
   args.by_rows = p.weight.scale_rows == 1;
   const auto encode_weight = [&](CUtensorMap* map, const CodedWeight& weight) {
     const int64_t rows = experts.experts > 0 ? (experts.experts - 1) * experts.weight_rows + p.n : p.n;
-    return encode_bytes(map, weight.data, p.k, rows, p.k, Gemm::kBoxN);
+    return encode_bytes(map, weight.data, p.k, rows, p.k, Gemm::kHalfN);
   };
   const bool mapped =
       (experts.token_of_row != nullptr || encode_bytes(&args.a, a.data, a.row_bytes, p.m, p.k, args.loaded_rows)) &&

@@ -40,9 +40,7 @@ struct ScaledGemm {
   static_assert(kTileM == kScaledTile);
   static constexpr int kColumns = kGated ? kHalfN : kHalves * kHalfN;  // of the result
   static constexpr int kBlockK = kScaledGroup, kStages = 4;
-  // Of a gated product a half has gate rows, and then the up rows of the same columns.
-  static constexpr int kBoxN = kGated ? kHalfN / 2 : kHalfN;  // weight rows that the TMA brings at a time
-  static constexpr int kSums = kHalfN / 2;                    // of a thread, of 64 rows and a half's weight rows
+  static constexpr int kSums = kHalfN / 2;  // of a thread, of 64 rows and a half's columns
   static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
 
   static constexpr int kBytesA = kTileM * kBlockK, kHalfBytes = kHalfN * kBlockK;
@@ -50,10 +48,10 @@ struct ScaledGemm {
   static constexpr int kBoxRows = 16, kBoxBytes = kBoxRows * 128;  // that a warp stores at a time
   static constexpr int kTileBytes = 16;                            // of the ScaledTile that a stage belongs to
   static constexpr int kBoxes = 2;                                 // of a warp, in turns
-  static constexpr int kAlignment = 1024;
-  static constexpr int kLargestBytes = kConsumers / 32 * kBoxRows * 4;
-  static constexpr int kSharedBytes =
-      kStages * (kStageBytes + kScaleBytes + 16 + kTileBytes) + kConsumers / 32 * kBoxes * kBoxBytes + kLargestBytes;
+  static constexpr int kAlignment = 1024, kGivenAlignment = 128;
+  static constexpr int kSharedBytes = kAlignment - kGivenAlignment +
+                                      kStages * (kStageBytes + kScaleBytes + 16 + kTileBytes) +
+                                      kConsumers / 32 * kBoxes * kBoxBytes;
   static_assert(kSharedBytes <= 227 * 1024);
 };
 
@@ -73,14 +71,13 @@ struct ScaledTile {
   __device__ __forceinline__ int2 blocks(const ScaledArgs& args) const {  // of k
     return {part * args.k_blocks / args.split, (part + 1) * args.k_blocks / args.split};
   }
-  // True if the warpgroups share the rows, and each has the weight rows of a half. Else each has 64 of the rows.
-  __device__ __forceinline__ bool shares_rows() const { return code.rows() <= 64; }
 };
 
 template <typename Gemm>
 struct ScaledShared {
   const uint32_t ring;
-  __device__ __forceinline__ explicit ScaledShared(const void* raw) : ring(sm90::shared_address(raw)) {}
+  __device__ __forceinline__ explicit ScaledShared(const void* raw)
+      : ring((sm90::shared_address(raw) + Gemm::kAlignment - 1) & ~(Gemm::kAlignment - 1)) {}
   __device__ __forceinline__ uint32_t a(int stage) const { return ring + stage * Gemm::kStageBytes; }
   __device__ __forceinline__ uint32_t half(int stage, int half) const {
     return a(stage) + Gemm::kBytesA + half * Gemm::kHalfBytes;
@@ -106,10 +103,6 @@ struct ScaledShared {
                  : "r"(place(stage))
                  : "memory");
     return tile;
-  }
-  // The largest values of a warp's rows, for the other warp that has them.
-  __device__ __forceinline__ uint32_t largest(int warp) const {
-    return place(Gemm::kStages) + warp * Gemm::kBoxRows * 4;
   }
 
  private:

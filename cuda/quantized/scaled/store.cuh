@@ -7,20 +7,20 @@
 
 namespace fused_mlp {
 
-// Calls take(i, column) for those of a thread's sums of a half, from kFrom on, that have an even column: i and i + 1
-// are of one row, i + 2 and i + 3 of the row 8 below it.
-template <typename Gemm, int kFrom = 0, int kTo = Gemm::kSums, typename Take>
+// Calls take(i, column) for each of a thread's sums of a half with an even column: i and i + 1 are of one row, i + 2
+// and i + 3 of the row 8 below it.
+template <typename Gemm, typename Take>
 __device__ __forceinline__ void for_each_column(int first_column, Take&& take) {
 #pragma unroll
-  for (int i = kFrom; i < kTo; i += 4) take(i, first_column + (i - kFrom) * 2 + threadIdx.x % 4 * 2);
+  for (int i = 0; i < Gemm::kSums; i += 4) take(i, first_column + i * 2 + threadIdx.x % 4 * 2);
 }
 
 // Multiplies sums by the scales of their weight rows, where they have one each, and adds the bias.
-template <typename Gemm, int kFrom = 0, int kTo = Gemm::kSums>
+template <typename Gemm>
 __device__ __forceinline__ void finish_sums(const ScaledArgs& args, float (&sums)[Gemm::kSums],
                                             const CodedWeight& weight, const void* bias, int first_column) {
   if (args.by_rows) {
-    for_each_column<Gemm, kFrom, kTo>(first_column, [&](int i, int column) {
+    for_each_column<Gemm>(first_column, [&](int i, int column) {
       const int64_t at = min(column, args.n - 2);
       const float even = __ldg(weight.scales + at), odd = __ldg(weight.scales + at + 1);
       sums[i] *= even;
@@ -30,7 +30,7 @@ __device__ __forceinline__ void finish_sums(const ScaledArgs& args, float (&sums
     });
   }
   if (bias != nullptr) {
-    for_each_column<Gemm, kFrom, kTo>(first_column, [&](int i, int column) {
+    for_each_column<Gemm>(first_column, [&](int i, int column) {
       const float2 pair = to_float2(load_bias_pair<typename Gemm::Element>(bias, column, args.n));
       sums[i] += pair.x;
       sums[i + 1] += pair.y;
@@ -63,26 +63,16 @@ struct ScaledBoxes {
     last ^= 1;
     return first + last * Gemm::kBoxBytes;
   }
-
-  // The first box of the first warpgroup's warp, which waits until the TMA has read it.
-  __device__ __forceinline__ uint32_t of_both(int group) {
-    if (threadIdx.x % 32 == 0) sm90::tma_store_wait_read<0>();
-    __syncwarp();
-    last = 0;
-    return first - group * 4 * Gemm::kBoxes * Gemm::kBoxBytes;
-  }
 };
 
-// Stores 128 columns in 16 bits, 64 at a time, or a part of them alone, where it is not negative. Rows of a box are 128
-// bytes in the TMA's swizzle.
+// Stores a half's columns in 16 bits, 64 at a time. Rows of a box are 128 bytes in the TMA's swizzle.
 template <typename Gemm>
 __device__ __forceinline__ void store_half(const ScaledArgs& args, const float (&value)[Gemm::kSums],
-                                           ScaledBoxes<Gemm>& boxes, int row, int column, int alone) {
+                                           ScaledBoxes<Gemm>& boxes, int row, int column) {
   using Element = typename Gemm::Element;
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int part = 0; part < 2; ++part) {
-    if (alone == 1 - part) continue;
     const uint32_t box = boxes.next(), place = (box + lane % 16 * 128) | ((lane / 16 ^ lane % 8) * 16);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {  // 16 columns
@@ -94,58 +84,39 @@ __device__ __forceinline__ void store_half(const ScaledArgs& args, const float (
   }
 }
 
-// Rounds 128 columns, which are a group, to e4m3, and stores them and their scales. Where warpgroups share rows, one
-// has the first half of the columns, and a warp of it sends the box that both have filled.
+// Rounds a half's columns, which are a group, to e4m3, and stores them and their scales.
 template <typename Gemm>
-__device__ __forceinline__ void store_rounded(const ScaledArgs& args, const ScaledShared<Gemm>& shared,
-                                              float (&value)[Gemm::kSums], ScaledBoxes<Gemm>& boxes, int row,
-                                              int column, int warp, bool shares) {
-  const int lane = threadIdx.x % 32, group = warp / 4;
-  const auto lacks = [&](int i) { return shares && i * 2 / Gemm::kSums != group; };
+__device__ __forceinline__ void store_rounded(const ScaledArgs& args, float (&value)[Gemm::kSums],
+                                              ScaledBoxes<Gemm>& boxes, int row, int column) {
+  if (column >= args.n) return;
+  const int lane = threadIdx.x % 32;
   if (column + Gemm::kHalfN > args.n) {  // what lies outside does not count
     for_each_column<Gemm>(column, [&](int i, int at) {
       if (at >= args.n) value[i] = value[i + 1] = value[i + 2] = value[i + 3] = 0.0f;
     });
   }
-  float largest[2], inverse[2];
+  float inverse[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    largest[half] = 0.0f;
+    float largest = 0.0f;
 #pragma unroll
-    for (int i = half * 2; i < Gemm::kSums; i += 4) {
-      if (!lacks(i)) largest[half] = fmaxf(largest[half], fmaxf(fabsf(value[i]), fabsf(value[i + 1])));
-    }
-    largest[half] = fmaxf(largest[half], __shfl_xor_sync(~0u, largest[half], 1));
-    largest[half] = fmaxf(largest[half], __shfl_xor_sync(~0u, largest[half], 2));
-    if (shares && lane % 4 == 0) {
-      sm90::store_shared_float(shared.largest(warp) + (half * 8 + lane / 4) * 4, largest[half]);
-    }
-  }
-  const uint32_t box = shares ? boxes.of_both(group) : boxes.next();
-  if (shares) sm90::named_barrier_sync(1, Gemm::kConsumers);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (shares) {
-      float other;
-      asm volatile("ld.shared.f32 %0, [%1];"
-                   : "=f"(other)
-                   : "r"(shared.largest(warp ^ 4) + (half * 8 + lane / 4) * 4)
-                   : "memory");
-      largest[half] = fmaxf(largest[half], other);
-    }
-    const float scale = scale_of_group(largest[half]);
+    for (int i = half * 2; i < Gemm::kSums; i += 4)
+      largest = fmaxf(largest, fmaxf(fabsf(value[i]), fabsf(value[i + 1])));
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+    const float scale = scale_of_group(largest);
     inverse[half] = __frcp_rn(scale);
     const int at = row + half * 8 + lane / 4;
-    if (lane % 4 == 0 && at < args.m && !(shares && group == 1)) {
+    if (lane % 4 == 0 && at < args.m) {
       args.rounded.scales[column / kScaledGroup * args.rounded.scale_stride + at] = scale;
     }
   }
+  const uint32_t box = boxes.next();
   // For two eights of columns, two lanes exchange a pair, so that each has four columns of one of them.
   const bool odd = lane % 2 == 1;
   const uint32_t of_row = box + lane / 4 * 128, in_piece = (lane % 4 / 2 * 4) + (odd ? 8 : 0), swizzle = lane / 4 * 16;
 #pragma unroll
   for (int i = 0; i < Gemm::kSums; i += 8) {
-    if (lacks(i)) continue;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float by = inverse[half];
@@ -155,11 +126,6 @@ __device__ __forceinline__ void store_rounded(const ScaledArgs& args, const Scal
       sm90::store_shared((of_row + half * 1024 + in_piece) | (i * 2 ^ swizzle),
                          __byte_perm(pairs, others, odd ? 0x3276 : 0x5410));
     }
-  }
-  if (shares) {
-    sm90::fence_shared_to_async();
-    sm90::named_barrier_sync(1, Gemm::kConsumers);
-    if (group == 1) return;
   }
   send_box(args.out, box, row, column / 2);  // in words of 16 bits
 }
@@ -179,70 +145,46 @@ __device__ __forceinline__ void store_part(const ScaledArgs& args, const float (
   });
 }
 
-// Stores the warp's 16 rows of a tile, or where the warpgroups share rows, its half of their columns. Leaves the sums
-// undefined.
+// Stores the warp's 16 rows of a tile. Leaves the sums undefined.
 template <typename Gemm>
-__device__ __forceinline__ void store_tile(const ScaledArgs& args, const ScaledShared<Gemm>& shared,
-                                           ScaledSums<Gemm>& sums, ScaledBoxes<Gemm>& boxes, const ScaledTile& tile,
-                                           int warp, bool shares) {
+__device__ __forceinline__ void store_tile(const ScaledArgs& args, ScaledSums<Gemm>& sums, ScaledBoxes<Gemm>& boxes,
+                                           const ScaledTile& tile) {
   using Element = typename Gemm::Element;
-  using Epilogue = GluEpilogue<Gemm::kProduct>;
-  constexpr int kSums = Gemm::kSums, kPart = kSums / 2;
-  const int group = warp / 4;
-  if constexpr (Gemm::kGated) {
-#pragma unroll
-    for (int half = 0; half < Gemm::kHalves; ++half) {
-      const int column = tile.column + half * Gemm::kBoxN;
-      finish_sums<Gemm, 0, kPart>(args, sums[half], args.of_weight, args.epilogue.bias, column);
-      finish_sums<Gemm, kPart, kSums>(args, sums[half], args.of_up_weight, args.epilogue.up_bias, column);
-    }
-    visit_activation(args.epilogue.activation, [&]<Activation A>() {
+  constexpr int kOutputs = Gemm::kGated ? 1 : Gemm::kHalves;
+  if constexpr (!Gemm::kGated) {
+    if (args.parts != nullptr) {
 #pragma unroll
       for (int half = 0; half < Gemm::kHalves; ++half) {
-        if (shares && half != group) continue;
-        float value[kPart];
-        Epilogue::apply(value, FixedActivation<A, Element>(), [&](Operand operand, auto&& take) {
-#pragma unroll
-          for (int i = 0; i < kPart; ++i) take(i, sums[half][operand == Operand::kUp ? kPart + i : i]);
-        });
-        // All results to the first half's places.
-#pragma unroll
-        for (int i = 0; i < kPart; ++i) sums[0][half * kPart + i] = value[i];
+        store_part<Gemm>(args, sums[half], tile.part, tile.row, tile.column + half * Gemm::kHalfN);
       }
+      return;
+    }
+  }
+  if constexpr (Gemm::kGated) {
+    finish_sums<Gemm>(args, sums[1], args.of_up_weight, args.epilogue.up_bias, tile.column);
+  }
+#pragma unroll 1
+  for (int output = 0; output < kOutputs; ++output) {
+    const int column = tile.column + output * Gemm::kHalfN;
+    finish_sums<Gemm>(args, sums[0], args.of_weight, args.epilogue.bias, column);
+    visit_activation(args.epilogue.activation, [&]<Activation A>() {
+      float value[Gemm::kSums];
+      GluEpilogue<Gemm::kProduct>::apply(value, FixedActivation<A, Element>(), [&](Operand operand, auto&& take) {
+        const auto& of = sums[operand == Operand::kUp ? 1 : 0];
+#pragma unroll
+        for (int i = 0; i < Gemm::kSums; ++i) take(i, of[i]);
+      });
+#pragma unroll
+      for (int i = 0; i < Gemm::kSums; ++i) sums[0][i] = value[i];
     });
     if (args.rounded.data != nullptr) {
-      store_rounded<Gemm>(args, shared, sums[0], boxes, tile.row, tile.column, warp, shares);
+      store_rounded<Gemm>(args, sums[0], boxes, tile.row, column);
     } else {
-      store_half<Gemm>(args, sums[0], boxes, tile.row, tile.column, shares ? group : -1);
+      store_half<Gemm>(args, sums[0], boxes, tile.row, column);
     }
-  } else {
-#pragma unroll 1
-    for (int half = 0; half < Gemm::kHalves; ++half) {
-      if (half == 1) {
+    if constexpr (!Gemm::kGated) {
 #pragma unroll
-        for (int i = 0; i < kSums; ++i) sums[0][i] = sums[1][i];
-      }
-      if (shares && half != group) continue;
-      const int column = tile.column + half * Gemm::kHalfN;
-      if (args.parts != nullptr) {
-        store_part<Gemm>(args, sums[0], tile.part, tile.row, column);
-        continue;
-      }
-      finish_sums<Gemm>(args, sums[0], args.of_weight, args.epilogue.bias, column);
-      visit_activation(args.epilogue.activation, [&]<Activation A>() {
-        float value[kSums];
-        Epilogue::apply(value, FixedActivation<A, Element>(), [&](Operand, auto&& take) {
-#pragma unroll
-          for (int i = 0; i < kSums; ++i) take(i, sums[0][i]);
-        });
-#pragma unroll
-        for (int i = 0; i < kSums; ++i) sums[0][i] = value[i];
-      });
-      if (args.rounded.data == nullptr) {
-        store_half<Gemm>(args, sums[0], boxes, tile.row, column, -1);
-      } else if (column < args.n) {
-        store_rounded<Gemm>(args, shared, sums[0], boxes, tile.row, column, warp, false);
-      }
+      for (int i = 0; i < Gemm::kSums; ++i) sums[0][i] = sums[1][i];
     }
   }
 }
