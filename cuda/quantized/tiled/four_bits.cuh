@@ -31,6 +31,7 @@ class FourBitsDecoder {
       auto* const beside = reinterpret_cast<uint64_t*>(shared.begin);  // where the ring is not filled yet
       return Table::template fill<Gemm::kConsumers>(shared.table(), args.of_weight, beside);
     }
+#pragma unroll 1
     for (int i = threadIdx.x; i < Table::kEntries * Table::kCopies; i += Gemm::kConsumers) {
       const int byte = i / Table::kCopies;
       reinterpret_cast<uint32_t*>(shared.table())[i] = round_pair<Element>(byte % 16, byte / 16);
