@@ -21,7 +21,7 @@ struct PairTable {
   // The square error of a code that is rounded with a factor.
   static __device__ __forceinline__ float loss(const float* code, float factor) {
     float sum = 0.0f;
-#pragma unroll
+#pragma unroll 4
     for (int i = 0; i < 16; ++i) {
       const float scaled = __ldg(code + i) * factor;
       const float error = to_float(from_float<Element>(scaled)) - scaled;
