@@ -45,9 +45,8 @@ class FourBitsDecoder {
         has_zeros_(args.of_weight.code == nullptr),
         shift_(args.of_weight.scale_shift),
         factor_(factor),
-        table_(shared.table()),
-        copy_(threadIdx.x % 32 * 4),
-        turn_(threadIdx.x % 4 * 8 + 25) {}
+        place_(sm90::shared_address(shared.table()) + threadIdx.x % 32 * 4),
+        select_(0x4440 + threadIdx.x % 4) {}
 
   // Multiplies the blocks as they arrive.
   __device__ __forceinline__ void multiply(const CodedTiledShared<Gemm>& shared, int begin, int end,
@@ -103,11 +102,18 @@ class FourBitsDecoder {
       scale *= factor_;
       const float above = to_float(from_float<Element>(scale));
       const Pair large = both(above), small = both(scale - above), zeros = both(static_cast<float>(zero));
+      Pair codes[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) codes[i] = codes_of(words[i]);
+      // A branch would become a predicate of each of these instructions.
+#pragma unroll 1
+      for (bool subtracts = has_zeros_; subtracts; subtracts = false) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) codes[i] = __hsub2(codes[i], zeros);
+      }
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        Pair codes = codes_of(words[i]);
-        if (has_zeros_) codes = __hsub2(codes, zeros);
-        const Pair values = __hfma2(codes, large, __hmul2(codes, small));
+        const Pair values = __hfma2(codes[i], large, __hmul2(codes[i], small));
         decoded[i / 2][i % 2 * 2 + half] = *reinterpret_cast<const uint32_t*>(&values);
       }
     }
@@ -120,15 +126,14 @@ class FourBitsDecoder {
 
   // Those of the lane's byte of a word.
   __device__ __forceinline__ Pair codes_of(uint32_t word) const {
-    const uint32_t entry = __funnelshift_r(word, word, turn_) & Table::kEntryMask;
-    return *reinterpret_cast<const Pair*>(table_ + (entry | copy_));
+    const uint32_t bits = sm80::load_shared(place_ + __byte_perm(word, 0, select_) * Table::kEntryBytes);
+    return *reinterpret_cast<const Pair*>(&bits);
   }
 
   const bool has_zeros_;  // int4
   const int shift_;
   const float factor_;
-  const uint8_t* const table_;
-  const uint32_t copy_, turn_;
+  const uint32_t place_, select_;  // of the lane's copy of the table, and of its byte of a word
 };
 
 }  // namespace fused_mlp
