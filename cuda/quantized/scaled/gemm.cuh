@@ -16,6 +16,7 @@ namespace fused_mlp {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 // The tiles of a CTA, one after the other: all parts of k of a tile are tiles.
+template <typename Gemm>
 struct ScaledTiles {
   static constexpr int kGroupUnits = 8;
   const ScaledArgs& args;
@@ -27,7 +28,7 @@ struct ScaledTiles {
   __device__ __forceinline__ explicit ScaledTiles(const ScaledArgs& args)
       : args(args),
         rank(args.pair > 1 ? sm90::cluster_rank() : 0),
-        units_m(args.experts.experts > 0 ? load_fresh(args.experts.count) : args.units_m),
+        units_m(Gemm::kExperts ? load_fresh(args.experts.count) : args.units_m),
         step(gridDim.x / args.pair),
         index(blockIdx.x / args.pair) {}
 
@@ -35,15 +36,14 @@ struct ScaledTiles {
 
   // The one behind this. Tiles of experts take times that differ: a CTA that is done takes the first that none has.
   __device__ __forceinline__ int take_next() const {
-    return args.experts.taken != nullptr ? step + atomicAdd(args.experts.taken, 1) : index + step;
+    return Gemm::kExperts ? step + atomicAdd(args.experts.taken, 1) : index + step;
   }
 
-  template <typename Gemm>
   __device__ __forceinline__ ScaledTile tile() const {
     const int2 at = grouped_tile<kGroupUnits>(index / args.split, units_m, args.tiles_n);
     const int unit = at.x * args.pair + rank, row = unit * Gemm::kTileM, rows = args.m - row;
-    const BlockCode code = args.experts.experts > 0 ? BlockCode{load_fresh(args.experts.codes + unit)}
-                                                    : BlockCode::of(0, max(0, min(rows, Gemm::kTileM)));
+    const BlockCode code = Gemm::kExperts ? BlockCode{load_fresh(args.experts.codes + unit)}
+                                          : BlockCode::of(0, max(0, min(rows, Gemm::kTileM)));
     return {row, at.y * Gemm::kColumns, index % args.split, code};
   }
 };
@@ -75,14 +75,48 @@ __device__ __forceinline__ void load_rows(const ScaledArgs& args, const ScaledSh
                   shared.scales(stage), Gemm::kScaleBytes);
 }
 
-// Run by one thread, or where rows are gathered by all of the warpgroup. The first stages are filled with weights
-// before the kernel that writes a is done. Behind the last tile comes a stage that says so.
+// Run by one thread. The first stages are filled with weights before the kernel that writes a is done.
 template <typename Gemm>
 __device__ __forceinline__ void produce(const ScaledArgs& args, const ScaledShared<Gemm>& shared) {
+  const uint32_t bytes = args.loaded_rows * Gemm::kBlockK + Gemm::kHalves * Gemm::kHalfBytes + Gemm::kScaleBytes;
+  ScaledTiles<Gemm> tiles(args);
+  sm90::RingPosition at(Gemm::kStages, 1);  // all stages are empty
+  int early = 0;
+  if (!tiles.done()) {
+    const ScaledTile tile = tiles.tile();
+    const int2 blocks = tile.blocks(args);
+    early = min(Gemm::kStages, blocks.y - blocks.x);
+    for (int stage = 0; stage < early; ++stage) {
+      sm90::mbarrier_arrive_expect(shared.full(stage), bytes);
+      load_weights<Gemm>(args, shared, stage, blocks.x + stage, tile, 0, tiles.rank);
+    }
+  }
+  wait_for_previous_kernel();
+  for (; !tiles.done(); tiles.index = tiles.take_next()) {
+    const ScaledTile tile = tiles.tile();
+    const int2 blocks = tile.blocks(args);
+#pragma unroll 1
+    for (int block = blocks.x; block < blocks.y; ++block, at.advance()) {
+      if (early > 0) {
+        --early;
+      } else {
+        sm90::mbarrier_wait(shared.empty(at.stage), at.parity);
+        sm90::mbarrier_arrive_expect(shared.full(at.stage), bytes);
+        load_weights<Gemm>(args, shared, at.stage, block, tile, 0, tiles.rank);
+      }
+      load_rows<Gemm>(args, shared, at.stage, block, tile);
+    }
+  }
+}
+
+// The same of experts, by one thread, or where rows are gathered by all of the warpgroup. Behind the last tile comes a
+// stage that says so.
+template <typename Gemm>
+__device__ __forceinline__ void produce_experts(const ScaledArgs& args, const ScaledShared<Gemm>& shared) {
   constexpr uint32_t kWeightBytes = Gemm::kHalves * Gemm::kHalfBytes;
-  const uint32_t bytes = kWeightBytes + (args.gathers() ? 0 : args.loaded_rows * Gemm::kBlockK + Gemm::kScaleBytes);
-  const bool first = threadIdx.x == Gemm::kConsumers;
-  ScaledTiles tiles(args);
+  const bool gathers = args.gathers<Gemm>(), first = threadIdx.x == Gemm::kConsumers;
+  const uint32_t bytes = kWeightBytes + (gathers ? 0 : args.loaded_rows * Gemm::kBlockK + Gemm::kScaleBytes);
+  ScaledTiles<Gemm> tiles(args);
   ScaledGather<Gemm> gather{args};
   const auto start_stage = [&](int stage, int block, const ScaledTile& tile) {
     if (!first) return;
@@ -94,7 +128,7 @@ __device__ __forceinline__ void produce(const ScaledArgs& args, const ScaledShar
   sm90::RingPosition at(Gemm::kStages, 1);  // all stages are empty
   int early = 0;
   if (!tiles.done()) {
-    const ScaledTile tile = tiles.tile<Gemm>();
+    const ScaledTile tile = tiles.tile();
     const int2 blocks = tile.blocks(args);
     early = min(Gemm::kStages, blocks.y - blocks.x);
     for (int stage = 0; stage < early; ++stage) start_stage(stage, blocks.x + stage, tile);
@@ -104,17 +138,17 @@ __device__ __forceinline__ void produce(const ScaledArgs& args, const ScaledShar
     if (early == 0) sm90::mbarrier_wait(shared.empty(at.stage), at.parity);
     ScaledTile tile{-1};
     if (first) {
-      if (!tiles.done()) tile = tiles.tile<Gemm>();
+      if (!tiles.done()) tile = tiles.tile();
       shared.put(at.stage, tile);
     }
-    if (args.gathers()) {
+    if (gathers) {
       sm90::named_barrier_sync(2, ScaledGather<Gemm>::kThreads);
       tile = shared.tile(at.stage);
     }
     if (tile.row < 0) break;
     const int next = first ? tiles.take_next() : 0;
     const int2 blocks = tile.blocks(args);
-    if (args.gathers()) gather.find(tile);
+    if (gathers) gather.find(tile);
 #pragma unroll 1
     for (int block = blocks.x; block < blocks.y; ++block, at.advance()) {
       if (early > 0) {
@@ -123,7 +157,7 @@ __device__ __forceinline__ void produce(const ScaledArgs& args, const ScaledShar
         if (block > blocks.x) sm90::mbarrier_wait(shared.empty(at.stage), at.parity);
         start_stage(at.stage, block, tile);
       }
-      if (args.gathers()) {
+      if (gathers) {
         gather.copy(shared, at.stage, block, tile.code.rows());
       } else {
         load_rows<Gemm>(args, shared, at.stage, block, tile);
@@ -132,7 +166,7 @@ __device__ __forceinline__ void produce(const ScaledArgs& args, const ScaledShar
     tiles.index = next;
   }
   if (first) sm90::mbarrier_arrive(shared.full(at.stage));
-  if (args.gathers()) sm90::mbarrier_arrive(shared.full(at.stage));
+  if (gathers) sm90::mbarrier_arrive(shared.full(at.stage));
 }
 
 // The scales of blocks of k of the rows of one half; 1 where rows have scales of their own.
@@ -167,7 +201,7 @@ __device__ __forceinline__ void multiply(const ScaledArgs& args, const ScaledSha
       sm90::mbarrier_arrive(shared.empty(at.stage));
     }
   };
-  if (group * 64 >= tile.code.rows()) {  // the warpgroup has no rows
+  if (Gemm::kExperts && group * 64 >= tile.code.rows()) {  // the warpgroup has no rows
     for (int block = blocks.x; block < blocks.y; ++block, at.advance()) {
       sm90::mbarrier_wait(shared.full(at.stage), at.parity);
       release();
@@ -188,7 +222,7 @@ __device__ __forceinline__ void multiply(const ScaledArgs& args, const ScaledSha
     const int next = min(block + 1, blocks.y - 1);
     const float scale_behind[2] = {first(next), second(next)};
     sm90::mbarrier_wait(shared.full(at.stage), at.parity);
-    if (args.gathers()) sm90::fence_shared_to_async();  // what other threads have copied, before wgmma reads it
+    if (args.gathers<Gemm>()) sm90::fence_shared_to_async();  // what other threads have copied, before wgmma reads it
     float of_rows[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -228,15 +262,22 @@ __device__ __forceinline__ void consume(const ScaledArgs& args, const ScaledShar
   const int warp = sm90::warp_uniform(threadIdx.x / 32);
   sm90::RingPosition at(Gemm::kStages);
   ScaledBoxes<Gemm> boxes{shared.boxes(warp)};
-  while (true) {
-    sm90::mbarrier_wait(shared.full(at.stage), at.parity);
-    ScaledTile tile = shared.tile(at.stage);
-    if (tile.row < 0) break;
+  const auto finish = [&](ScaledTile tile) {
     ScaledSums<Gemm> sums;
     multiply<Gemm>(args, shared, tile, at, sums);
-    if (warp * Gemm::kBoxRows >= tile.code.rows()) continue;
+    if (warp * Gemm::kBoxRows >= tile.code.rows()) return;
     tile.row += warp * Gemm::kBoxRows;
     store_tile<Gemm>(args, sums, boxes, tile);
+  };
+  if constexpr (Gemm::kExperts) {
+    while (true) {
+      sm90::mbarrier_wait(shared.full(at.stage), at.parity);
+      const ScaledTile tile = shared.tile(at.stage);
+      if (tile.row < 0) break;
+      finish(tile);
+    }
+  } else {
+    for (ScaledTiles<Gemm> tiles(args); !tiles.done(); tiles.index = tiles.take_next()) finish(tiles.tile());
   }
   if (threadIdx.x % 32 == 0) sm90::tma_store_wait_read<0>();
   __syncwarp();
@@ -250,15 +291,15 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1) scaled_kernel(const __grid_
   extern __shared__ __align__(Gemm::kGivenAlignment) uint8_t raw_shared[];
   const ScaledShared<Gemm> shared(raw_shared);
   // Lists that a product of experts reads before it waits were written before the kernel before it let it start.
-  if (args.gathers()) wait_for_previous_kernel();
+  if (args.gathers<Gemm>()) wait_for_previous_kernel();
   allow_next_kernel();
   if (threadIdx.x == 0) {
-    if (!args.gathers()) sm90::prefetch_tensor_map(&args.a);
+    if (!args.gathers<Gemm>()) sm90::prefetch_tensor_map(&args.a);
     sm90::prefetch_tensor_map(&args.weight);
     if (Gemm::kGated) sm90::prefetch_tensor_map(&args.up_weight);
     sm90::prefetch_tensor_map(&args.out);
     for (int stage = 0; stage < Gemm::kStages; ++stage) {
-      sm90::mbarrier_init(shared.full(stage), 1 + (args.gathers() ? ScaledGather<Gemm>::kThreads : 0));
+      sm90::mbarrier_init(shared.full(stage), 1 + (args.gathers<Gemm>() ? ScaledGather<Gemm>::kThreads : 0));
       sm90::mbarrier_init(shared.empty(stage), args.pair * Gemm::kConsumers);
     }
     sm90::fence_mbarrier_init();
@@ -267,7 +308,13 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1) scaled_kernel(const __grid_
   if (args.pair > 1) sm90::cluster_sync();  // nobody writes to a CTA whose barriers are not there yet
   if (threadIdx.x >= Gemm::kConsumers) {
     sm90::shrink_registers<Gemm::kProducerRegisters>();
-    if (args.gathers() || threadIdx.x == Gemm::kConsumers) produce<Gemm>(args, shared);
+    if (args.gathers<Gemm>() || threadIdx.x == Gemm::kConsumers) {
+      if constexpr (Gemm::kExperts) {
+        produce_experts<Gemm>(args, shared);
+      } else {
+        produce<Gemm>(args, shared);
+      }
+    }
     __syncwarp();
   } else {
     sm90::grow_registers<Gemm::kConsumerRegisters>();

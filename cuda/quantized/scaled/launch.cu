@@ -1,5 +1,6 @@
 // Launches the products of scaled e4m3, and the rounding before them.
 #include <algorithm>
+#include <type_traits>
 
 #include "../../gemm/shared_memory.cuh"
 #include "../../sm90/launch.cuh"
@@ -69,6 +70,13 @@ cudaError_t launch_sum(const CodedProblem& p, const CodedPlan& plan, const float
 template <typename Element>
 cudaError_t launch_of(const CodedProblem& p, const CodedPlan& plan, const ScaledRows& a, const ScaledRows& rounded,
                       float* parts, const Gpu& gpu, cudaStream_t stream, const ScaledExperts& experts) {
+  if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
+    if (experts.experts > 0) {
+      return p.gated()
+                 ? launch_gemm<ScaledGemm<Element, true, true>>(p, plan, a, rounded, parts, gpu, stream, experts)
+                 : launch_gemm<ScaledGemm<Element, false, true>>(p, plan, a, rounded, parts, gpu, stream, experts);
+    }
+  }
   if (p.gated()) return launch_gemm<ScaledGemm<Element, true>>(p, plan, a, rounded, parts, gpu, stream, experts);
   const cudaError_t error = launch_gemm<ScaledGemm<Element, false>>(p, plan, a, rounded, parts, gpu, stream, experts);
   return error != cudaSuccess || plan.split == 1 ? error : launch_sum<Element>(p, plan, parts, stream);

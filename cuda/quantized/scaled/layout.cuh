@@ -27,12 +27,17 @@ struct ScaledArgs {
   bool by_rows;  // each weight row has a scale, which the sums are multiplied by at the end
 
   // True if rows are taken from where those of tokens lie, by lists that the kernel before writes.
-  __device__ __forceinline__ bool gathers() const { return experts.token_of_row != nullptr; }
+  template <typename Gemm>
+  __device__ __forceinline__ bool gathers() const {
+    return Gemm::kExperts && experts.token_of_row != nullptr;
+  }
 };
 
-template <typename Element_, bool kGated_>
+// Of experts, whose tiles differ in time and whose rows may be gathered, the producer tells the consumers their tiles.
+template <typename Element_, bool kGated_, bool kExperts_ = false>
 struct ScaledGemm {
   using Element = Element_;
+  static constexpr bool kExperts = kExperts_;
   static constexpr bool kGated = kGated_;
   static constexpr Product kProduct = kGated ? Product::kGated : Product::kPlain;
   static constexpr int kWarpgroups = 2, kConsumers = kWarpgroups * 128, kThreads = kConsumers + 128;
@@ -41,13 +46,13 @@ struct ScaledGemm {
   static constexpr int kColumns = kGated ? kHalfN : kHalves * kHalfN;  // of the result
   static constexpr int kBlockK = kScaledGroup, kStages = 4;
   static constexpr int kSums = kHalfN / 2;  // of a thread, of 64 rows and a half's columns
-  static constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
+  static constexpr int kConsumerRegisters = kExperts ? 224 : 240, kProducerRegisters = kExperts ? 56 : 24;
 
   static constexpr int kBytesA = kTileM * kBlockK, kHalfBytes = kHalfN * kBlockK;
   static constexpr int kStageBytes = kBytesA + kHalves * kHalfBytes, kScaleBytes = kTileM * 4;
   static constexpr int kBoxRows = 16, kBoxBytes = kBoxRows * 128;  // that a warp stores at a time
   static constexpr int kTileBytes = 16;                            // of the ScaledTile that a stage belongs to
-  static constexpr int kBoxes = 2;                                 // of a warp, in turns
+  static constexpr int kBoxes = kExperts ? 2 : 1;                  // of a warp, in turns
   static constexpr int kAlignment = 1024, kGivenAlignment = 128;
   static constexpr int kSharedBytes = kAlignment - kGivenAlignment +
                                       kStages * (kStageBytes + kScaleBytes + 16 + kTileBytes) +

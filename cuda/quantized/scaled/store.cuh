@@ -60,7 +60,7 @@ struct ScaledBoxes {
   __device__ __forceinline__ uint32_t next() {
     if (threadIdx.x % 32 == 0) sm90::tma_store_wait_read<Gemm::kBoxes - 1>();
     __syncwarp();
-    last ^= 1;
+    last = (last + 1) % Gemm::kBoxes;
     return first + last * Gemm::kBoxBytes;
   }
 };
