@@ -5,7 +5,8 @@
 // is 128 rows of a, 64 for each of two warpgroups, by two halves of 128 weight rows: gate and up of the same columns,
 // or adjacent columns. One warp fills the ring by TMA. CTAs are persistent; two of them with the same weights are a
 // cluster, and each brings one half to both. Where there are few tiles, several CTAs share
-// k, and another kernel adds their sums (parts.cuh).
+// k, and another kernel adds their sums (parts.cuh). Rows of tokens are gathered for the experts that have chosen them
+// (gather.cuh), whose tiles CTAs take as they are done with others.
 #pragma once
 
 #include "gather.cuh"
@@ -21,18 +22,19 @@ struct ScaledTiles {
   static constexpr int kGroupUnits = 8;
   const ScaledArgs& args;
   const int rank;  // in the cluster
-  const int units_m;
-  const int step;
+  const int experts_units;
   int index;
+  const int step;
 
   __device__ __forceinline__ explicit ScaledTiles(const ScaledArgs& args)
       : args(args),
         rank(args.pair > 1 ? sm90::cluster_rank() : 0),
-        units_m(Gemm::kExperts ? load_fresh(args.experts.count) : args.units_m),
-        step(gridDim.x / args.pair),
-        index(blockIdx.x / args.pair) {}
+        experts_units(Gemm::kExperts ? load_fresh(args.experts.count) : 0),
+        index(blockIdx.x / args.pair),
+        step(gridDim.x / args.pair) {}
 
-  __device__ __forceinline__ bool done() const { return index >= units_m * args.tiles_n * args.split; }
+  __device__ __forceinline__ int units_m() const { return Gemm::kExperts ? experts_units : args.units_m; }
+  __device__ __forceinline__ bool done() const { return index >= units_m() * args.tiles_n * args.split; }
 
   // The one behind this. Tiles of experts take times that differ: a CTA that is done takes the first that none has.
   __device__ __forceinline__ int take_next() const {
@@ -40,7 +42,7 @@ struct ScaledTiles {
   }
 
   __device__ __forceinline__ ScaledTile tile() const {
-    const int2 at = grouped_tile<kGroupUnits>(index / args.split, units_m, args.tiles_n);
+    const int2 at = grouped_tile<kGroupUnits>(index / args.split, units_m(), args.tiles_n);
     const int unit = at.x * args.pair + rank, row = unit * Gemm::kTileM, rows = args.m - row;
     const BlockCode code = Gemm::kExperts ? BlockCode{load_fresh(args.experts.codes + unit)}
                                           : BlockCode::of(0, max(0, min(rows, Gemm::kTileM)));
