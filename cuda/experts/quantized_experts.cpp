@@ -133,24 +133,31 @@ CodedProblem scaled_layer_of(const GivenStack& weight, int parts, int64_t rows) 
   return p;
 }
 
-// Both layers over sorted rows in blocks of kScaledTile: rows of x, and hidden values, are rounded to e4m3.
+// Both layers over sorted rows in blocks of kScaledTile: rows of x, beside the sort, and hidden values are rounded to
+// e4m3.
 void multiply_scaled(const TensorRows& x, const RowSort& sort, int64_t sorted_rows, const GivenStack& gate_up,
                      const GivenStack& down, int parts, int64_t activation, void* results, const Gpu& device,
                      cudaStream_t stream) {
   CodedProblem first = scaled_layer_of(gate_up, parts, sorted_rows), second = scaled_layer_of(down, 1, sorted_rows);
-  const auto experts_of = [&](const GivenStack& weight) {
-    return ScaledExperts{static_cast<int>(weight.experts), sort.codes, sort.count, nullptr, weight.rows,
-                         weight.scales_of_expert()};
+  const auto experts_of = [&](const GivenStack& weight, int layer) {
+    return ScaledExperts{.experts = static_cast<int>(weight.experts),
+                         .codes = sort.codes,
+                         .count = sort.count,
+                         .weight_rows = weight.rows,
+                         .scales_of_expert = weight.scales_of_expert(),
+                         .taken = sort.taken + layer};
   };
-  ScaledExperts of_first = experts_of(gate_up);
+  ScaledExperts of_first = experts_of(gate_up, 0);
   of_first.token_of_row = sort.token_of_row;
-  first.a = matrix(x);
+  CodedProblem rounding = first;
+  rounding.a = matrix(x);
+  rounding.m = x.rows;
   first.epilogue.activation = activation;
   second.out = {results, second.n};
   const CodedPlan plan{CodedLoop::kScaled, kScaledTile, 2, 1, {}, 1};
-  const RoundedRows rows(first, stream, of_first), hidden(sorted_rows, first.n);
+  const RoundedRows rows(rounding, stream, true), hidden(sorted_rows, first.n);
   check(launch_scaled(first, plan, rows.rows(), hidden.rows(), nullptr, device, stream, of_first));
-  check(launch_scaled(second, plan, hidden.rows(), {}, nullptr, device, stream, experts_of(down)));
+  check(launch_scaled(second, plan, hidden.rows(), {}, nullptr, device, stream, experts_of(down, 1)));
 }
 
 }  // namespace
@@ -197,7 +204,7 @@ Tensor quantized_experts(const Tensor& x, const Tensor& top_k_index, const Tenso
   RowSort sort{routes, matrix(rows), rows.cols, rounds ? kScaledTile : kFittedStep};
   sort.tile_rows = plan.rows;
   const int64_t of_tile = rounds ? sizeof(int) : sizeof(FittedTile);
-  const int64_t list_bytes = plan.row_tiles * of_tile + (1 + routes.slots() + slots) * int64_t{sizeof(int)};
+  const int64_t list_bytes = plan.row_tiles * of_tile + (3 + routes.slots() + slots) * int64_t{sizeof(int)};
   const Scratch lists(plan.sorts ? list_bytes : 0);
   if (plan.sorts) {
     auto* const tiles = static_cast<char*>(lists.data());
@@ -211,6 +218,7 @@ Tensor quantized_experts(const Tensor& x, const Tensor& top_k_index, const Tenso
     }
     sort.row_of_slot = count + 1;
     sort.token_of_row = sort.row_of_slot + routes.slots();
+    if (rounds) sort.taken = sort.token_of_row + slots;
     check(launch_row_sort(sort, device, stream));
   }
   const int parts = gated ? 2 : 1;

@@ -129,6 +129,7 @@ struct RowSort {
   FittedTile* tiles = nullptr;      // where a block is a multiple of kFittedStep rows
   int* tile_count = nullptr;        // likewise
   int* token_of_row = nullptr;      // of every row of a block, filled or not
+  int* taken = nullptr;             // one for each layer: set to 0
   int tile_rows = kMostFittedRows;  // of a tile, at most
   SortedTraining training{};
   int part;  // slots whose rows a CTA copies at a time; launch_row_sort() sets it

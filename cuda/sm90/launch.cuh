@@ -14,7 +14,7 @@
 namespace fused_mlp::sm90 {
 
 template <typename Args>
-cudaError_t launch_kernel(void (*kernel)(Args), const Args& args, int grid, int threads, int shared_bytes, int cluster,
+cudaError_t launch_kernel(void (*kernel)(Args), const Args& args, dim3 grid, int threads, int shared_bytes, int cluster,
                           bool starts_early, cudaStream_t stream) {
   cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config = {};

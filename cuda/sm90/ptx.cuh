@@ -205,6 +205,10 @@ __device__ __forceinline__ void copy_async(uint32_t shared, const void* global, 
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 
+__device__ __forceinline__ void copy_word_async(uint32_t shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
+}
+
 // Arrives at an mbarrier, which counts on it, when this thread's copies are there.
 __device__ __forceinline__ void arrive_with_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");

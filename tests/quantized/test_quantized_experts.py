@@ -156,6 +156,18 @@ def test_shapes(fused_mlp, device, tokens, k, experts, sizes, block, dtype, form
         check(fused_mlp, made, format, "quick_gelu" if "limit" in form else "silu", block, **form)
 
 
+@pytest.mark.parametrize("rows", [(0, 1, 63, 64), (65, 0, 128, 129), (255, 17, 16, 192)], ids=str)
+def test_rows_of_an_expert(fused_mlp, device, rows):
+    """Tiles of many rows that are filled, half filled, and cut; the same bits again."""
+    count = sum(rows)
+    for form in ({}, {"gated": False}):
+        made = drawn_tokens(count, 1, len(rows), (448, 384, 264), device=device, **form)
+        index = torch.arange(len(rows)).repeat_interleave(torch.tensor(rows))[torch.randperm(count)]
+        made |= {"top_k_index": index[:, None].to(device), "top_k_weights": torch.rand(count, 1, device=device)}
+        given, result = check(fused_mlp, made, "fp8", **form)
+        assert torch.equal(fused_mlp.experts_mlp(**given, **form), result)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_random_calls(fused_mlp, device, seed):
     draw = random.Random(seed)

@@ -97,6 +97,7 @@ __device__ __forceinline__ void place_experts(const RowSort& args, SortedRows& s
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     if (args.codes != nullptr) *args.count = blocks;
     if (args.tiles != nullptr) *args.tile_count = tiles;
+    if (args.taken != nullptr) args.taken[0] = args.taken[1] = 0;
   }
 }
 

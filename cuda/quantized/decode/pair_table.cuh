@@ -13,7 +13,7 @@ struct PairTable {
   static constexpr int kEntries = 256, kCopies = 32;
   static constexpr int kEntryBytes = kCopies * 4;
   static constexpr int kBytes = kEntries * kEntryBytes;
-  static constexpr int kFactors = 256;
+  static constexpr int kFactors = 256, kWarps = kFactors / 32;
   static constexpr uint32_t kEntryMask = (kEntries - 1) * kEntryBytes;
 
   static __device__ __forceinline__ float factor(uint32_t index) { return 1.0f + index * (1.0f / kFactors); }
@@ -21,7 +21,7 @@ struct PairTable {
   // The square error of a code that is rounded with a factor.
   static __device__ __forceinline__ float loss(const float* code, float factor) {
     float sum = 0.0f;
-#pragma unroll
+#pragma unroll 4
     for (int i = 0; i < 16; ++i) {
       const float scaled = __ldg(code + i) * factor;
       const float error = to_float(from_float<Element>(scaled)) - scaled;
@@ -30,14 +30,18 @@ struct PairTable {
     return sum / (factor * factor);
   }
 
-  // Fills the table by the first kThreads threads of a CTA. Returns what sums are to be multiplied by. The table can be
-  // read after these threads' next barrier.
   template <int kThreads>
   static __device__ __forceinline__ float fill(uint8_t* table, const CodedWeight& weight) {
+    __shared__ uint64_t best_of_warps[kWarps];
+    return fill<kThreads>(table, weight, best_of_warps);
+  }
+
+  // Fills the table by the first kThreads threads of a CTA. Returns what sums are to be multiplied by. The table can be
+  // read, and the memory for kWarps numbers written, after these threads' next barrier.
+  template <int kThreads>
+  static __device__ __forceinline__ float fill(uint8_t* table, const CodedWeight& weight, uint64_t* best_of_warps) {
     const float* const code = weight.code;
     static_assert(kThreads >= kFactors && kThreads % kEntries == 0);
-    constexpr int kWarps = kFactors / 32;
-    __shared__ uint64_t best_of_warps[kWarps];
     const int thread = threadIdx.x;
     if (thread < kFactors) {
       uint64_t best = static_cast<uint64_t>(__float_as_uint(loss(code, factor(thread)))) << 32 | thread;

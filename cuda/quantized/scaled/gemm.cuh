@@ -5,9 +5,11 @@
 // is 128 rows of a, 64 for each of two warpgroups, by two halves of 128 weight rows: gate and up of the same columns,
 // or adjacent columns. One warp fills the ring by TMA. CTAs are persistent; two of them with the same weights are a
 // cluster, and each brings one half to both. Where there are few tiles, several CTAs share
-// k, and another kernel adds their sums (parts.cuh).
+// k, and another kernel adds their sums (parts.cuh). Rows of tokens are gathered for the experts that have chosen them
+// (gather.cuh), whose tiles CTAs take as they are done with others.
 #pragma once
 
+#include "gather.cuh"
 #include "store.cuh"
 
 namespace fused_mlp {
@@ -15,40 +17,36 @@ namespace fused_mlp {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 // The tiles of a CTA, one after the other: all parts of k of a tile are tiles.
+template <typename Gemm>
 struct ScaledTiles {
   static constexpr int kGroupUnits = 8;
   const ScaledArgs& args;
   const int rank;  // in the cluster
+  const int experts_units;
   int index;
   const int step;
 
   __device__ __forceinline__ explicit ScaledTiles(const ScaledArgs& args)
       : args(args),
         rank(args.pair > 1 ? sm90::cluster_rank() : 0),
+        experts_units(Gemm::kExperts ? load_fresh(args.experts.count) : 0),
         index(blockIdx.x / args.pair),
         step(gridDim.x / args.pair) {}
 
-  // The lists of experts were written before the kernel before this one started.
-  __device__ __forceinline__ int units_m() const {
-    return args.experts.experts > 0 ? __ldg(args.experts.count) : args.units_m;
-  }
+  __device__ __forceinline__ int units_m() const { return Gemm::kExperts ? experts_units : args.units_m; }
   __device__ __forceinline__ bool done() const { return index >= units_m() * args.tiles_n * args.split; }
-  __device__ __forceinline__ void advance() { index += step; }
-  __device__ __forceinline__ int2 blocks(const ScaledTile& tile) const {
-    return {tile.part * args.k_blocks / args.split, (tile.part + 1) * args.k_blocks / args.split};
+
+  // The one behind this. Tiles of experts take times that differ: a CTA that is done takes the first that none has.
+  __device__ __forceinline__ int take_next() const {
+    return Gemm::kExperts ? step + atomicAdd(args.experts.taken, 1) : index + step;
   }
 
-  template <typename Gemm>
   __device__ __forceinline__ ScaledTile tile() const {
-    const int whole = index / args.split;
-    const int2 at = grouped_tile<kGroupUnits>(whole, units_m(), args.tiles_n);
-    return {(at.x * args.pair + rank) * Gemm::kTileM, at.y * Gemm::kColumns, index % args.split};
-  }
-
-  // That of a tile whose rows are of an expert; else 0.
-  template <typename Gemm>
-  __device__ __forceinline__ int expert_of(const ScaledTile& tile) const {
-    return args.experts.experts > 0 ? BlockCode{__ldg(args.experts.codes + tile.row / Gemm::kTileM)}.expert() : 0;
+    const int2 at = grouped_tile<kGroupUnits>(index / args.split, units_m(), args.tiles_n);
+    const int unit = at.x * args.pair + rank, row = unit * Gemm::kTileM, rows = args.m - row;
+    const BlockCode code = Gemm::kExperts ? BlockCode{load_fresh(args.experts.codes + unit)}
+                                          : BlockCode::of(0, max(0, min(rows, Gemm::kTileM)));
+    return {row, at.y * Gemm::kColumns, index % args.split, code};
   }
 };
 
@@ -75,38 +73,30 @@ template <typename Gemm>
 __device__ __forceinline__ void load_rows(const ScaledArgs& args, const ScaledShared<Gemm>& shared, int stage,
                                           int block, const ScaledTile& tile) {
   sm90::tma_load(&args.a, shared.full(stage), shared.a(stage), block * (Gemm::kBlockK / 2), tile.row);
-  sm90::bulk_load(args.a_scales + block * args.a_scale_stride + tile.row, shared.full(stage), shared.scales(stage),
-                  Gemm::kScaleBytes);
-}
-
-// The first weight row of a tile's expert.
-template <typename Gemm>
-__device__ __forceinline__ int first_weight_row(const ScaledTiles& tiles, const ScaledTile& tile) {
-  return tiles.expert_of<Gemm>(tile) * static_cast<int>(tiles.args.experts.weight_rows);
+  sm90::bulk_load(args.a_rows.scales + block * args.a_rows.scale_stride + tile.row, shared.full(stage),
+                  shared.scales(stage), Gemm::kScaleBytes);
 }
 
 // Run by one thread. The first stages are filled with weights before the kernel that writes a is done.
 template <typename Gemm>
 __device__ __forceinline__ void produce(const ScaledArgs& args, const ScaledShared<Gemm>& shared) {
   const uint32_t bytes = args.loaded_rows * Gemm::kBlockK + Gemm::kHalves * Gemm::kHalfBytes + Gemm::kScaleBytes;
-  ScaledTiles tiles(args);
+  ScaledTiles<Gemm> tiles(args);
   sm90::RingPosition at(Gemm::kStages, 1);  // all stages are empty
   int early = 0;
   if (!tiles.done()) {
-    const ScaledTile tile = tiles.tile<Gemm>();
-    const int2 blocks = tiles.blocks(tile);
-    const int first_row = first_weight_row<Gemm>(tiles, tile);
+    const ScaledTile tile = tiles.tile();
+    const int2 blocks = tile.blocks(args);
     early = min(Gemm::kStages, blocks.y - blocks.x);
     for (int stage = 0; stage < early; ++stage) {
       sm90::mbarrier_arrive_expect(shared.full(stage), bytes);
-      load_weights<Gemm>(args, shared, stage, blocks.x + stage, tile, first_row, tiles.rank);
+      load_weights<Gemm>(args, shared, stage, blocks.x + stage, tile, 0, tiles.rank);
     }
   }
   wait_for_previous_kernel();
-  for (; !tiles.done(); tiles.advance()) {
-    const ScaledTile tile = tiles.tile<Gemm>();
-    const int2 blocks = tiles.blocks(tile);
-    const int first_row = first_weight_row<Gemm>(tiles, tile);
+  for (; !tiles.done(); tiles.index = tiles.take_next()) {
+    const ScaledTile tile = tiles.tile();
+    const int2 blocks = tile.blocks(args);
 #pragma unroll 1
     for (int block = blocks.x; block < blocks.y; ++block, at.advance()) {
       if (early > 0) {
@@ -114,11 +104,71 @@ __device__ __forceinline__ void produce(const ScaledArgs& args, const ScaledShar
       } else {
         sm90::mbarrier_wait(shared.empty(at.stage), at.parity);
         sm90::mbarrier_arrive_expect(shared.full(at.stage), bytes);
-        load_weights<Gemm>(args, shared, at.stage, block, tile, first_row, tiles.rank);
+        load_weights<Gemm>(args, shared, at.stage, block, tile, 0, tiles.rank);
       }
       load_rows<Gemm>(args, shared, at.stage, block, tile);
     }
   }
+}
+
+// The same of experts, by one thread, or where rows are gathered by all of the warpgroup. Behind the last tile comes a
+// stage that says so.
+template <typename Gemm>
+__device__ __forceinline__ void produce_experts(const ScaledArgs& args, const ScaledShared<Gemm>& shared) {
+  constexpr uint32_t kWeightBytes = Gemm::kHalves * Gemm::kHalfBytes;
+  const bool gathers = args.gathers<Gemm>(), first = threadIdx.x == Gemm::kConsumers;
+  const uint32_t bytes = kWeightBytes + (gathers ? 0 : args.loaded_rows * Gemm::kBlockK + Gemm::kScaleBytes);
+  ScaledTiles<Gemm> tiles(args);
+  ScaledGather<Gemm> gather{args};
+  const auto start_stage = [&](int stage, int block, const ScaledTile& tile) {
+    if (!first) return;
+    shared.put(stage, tile);
+    sm90::mbarrier_arrive_expect(shared.full(stage), bytes);
+    const int first_row = tile.code.expert() * static_cast<int>(args.experts.weight_rows);
+    load_weights<Gemm>(args, shared, stage, block, tile, first_row, tiles.rank);
+  };
+  sm90::RingPosition at(Gemm::kStages, 1);  // all stages are empty
+  int early = 0;
+  if (!tiles.done()) {
+    const ScaledTile tile = tiles.tile();
+    const int2 blocks = tile.blocks(args);
+    early = min(Gemm::kStages, blocks.y - blocks.x);
+    for (int stage = 0; stage < early; ++stage) start_stage(stage, blocks.x + stage, tile);
+  }
+  wait_for_previous_kernel();
+  while (true) {
+    if (early == 0) sm90::mbarrier_wait(shared.empty(at.stage), at.parity);
+    ScaledTile tile{-1};
+    if (first) {
+      if (!tiles.done()) tile = tiles.tile();
+      shared.put(at.stage, tile);
+    }
+    if (gathers) {
+      sm90::named_barrier_sync(2, ScaledGather<Gemm>::kThreads);
+      tile = shared.tile(at.stage);
+    }
+    if (tile.row < 0) break;
+    const int next = first ? tiles.take_next() : 0;
+    const int2 blocks = tile.blocks(args);
+    if (gathers) gather.find(tile);
+#pragma unroll 1
+    for (int block = blocks.x; block < blocks.y; ++block, at.advance()) {
+      if (early > 0) {
+        --early;
+      } else {
+        if (block > blocks.x) sm90::mbarrier_wait(shared.empty(at.stage), at.parity);
+        start_stage(at.stage, block, tile);
+      }
+      if (gathers) {
+        gather.copy(shared, at.stage, block, tile.code.rows());
+      } else {
+        load_rows<Gemm>(args, shared, at.stage, block, tile);
+      }
+    }
+    tiles.index = next;
+  }
+  if (first) sm90::mbarrier_arrive(shared.full(at.stage));
+  if (gathers) sm90::mbarrier_arrive(shared.full(at.stage));
 }
 
 // The scales of blocks of k of the rows of one half; 1 where rows have scales of their own.
@@ -139,11 +189,27 @@ struct ScalesOfHalf {
 // sums = the products of the blocks of k, as they arrive.
 template <typename Gemm>
 __device__ __forceinline__ void multiply(const ScaledArgs& args, const ScaledShared<Gemm>& shared,
-                                         const ScaledTile& tile, int expert, int2 blocks, sm90::RingPosition& at,
-                                         ScaledSums<Gemm>& sums) {
+                                         const ScaledTile& tile, sm90::RingPosition& at, ScaledSums<Gemm>& sums) {
   using Mma = sm90::Wgmma<__nv_fp8_e4m3, Gemm::kHalfN>;
   const int group = sm90::warp_uniform(threadIdx.x / 128), lane = threadIdx.x % 32;
-  const int local = threadIdx.x / 32 * 16 + lane / 4;
+  const int local = threadIdx.x / 32 * 16 + lane / 4, expert = tile.code.expert();
+  const int2 blocks = tile.blocks(args);
+  // Each lane has read scales of its own, and says so itself.
+  const auto release = [&] {
+    if (args.pair > 1) {
+      sm90::mbarrier_arrive_at(shared.empty(at.stage), 0);
+      sm90::mbarrier_arrive_at(shared.empty(at.stage), 1);
+    } else {
+      sm90::mbarrier_arrive(shared.empty(at.stage));
+    }
+  };
+  if (Gemm::kExperts && group * 64 >= tile.code.rows()) {  // the warpgroup has no rows
+    for (int block = blocks.x; block < blocks.y; ++block, at.advance()) {
+      sm90::mbarrier_wait(shared.full(at.stage), at.parity);
+      release();
+    }
+    return;
+  }
   const ScalesOfHalf first(args, args.of_weight, expert, tile.column);
   const ScalesOfHalf second(args, Gemm::kGated ? args.of_up_weight : args.of_weight, expert,
                             Gemm::kGated ? tile.column : tile.column + Gemm::kHalfN);
@@ -158,6 +224,7 @@ __device__ __forceinline__ void multiply(const ScaledArgs& args, const ScaledSha
     const int next = min(block + 1, blocks.y - 1);
     const float scale_behind[2] = {first(next), second(next)};
     sm90::mbarrier_wait(shared.full(at.stage), at.parity);
+    if (args.gathers<Gemm>()) sm90::fence_shared_to_async();  // what other threads have copied, before wgmma reads it
     float of_rows[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -182,15 +249,7 @@ __device__ __forceinline__ void multiply(const ScaledArgs& args, const ScaledSha
       sm90::fence_accumulator(of_block);
       sm90::wgmma_wait<0>();
       sm90::fence_accumulator(of_block);
-      if (half == Gemm::kHalves - 1) {
-        // Each lane has read scales of its own, and says so itself.
-        if (args.pair > 1) {
-          sm90::mbarrier_arrive_at(shared.empty(at.stage), 0);
-          sm90::mbarrier_arrive_at(shared.empty(at.stage), 1);
-        } else {
-          sm90::mbarrier_arrive(shared.empty(at.stage));
-        }
-      }
+      if (half == Gemm::kHalves - 1) release();
       const float by[2] = {of_rows[0] * scale[half], of_rows[1] * scale[half]};
 #pragma unroll
       for (int i = 0; i < Gemm::kSums; ++i) sums[half][i] = fmaf(of_block[i], by[i / 2 % 2], sums[half][i]);
@@ -204,12 +263,23 @@ template <typename Gemm>
 __device__ __forceinline__ void consume(const ScaledArgs& args, const ScaledShared<Gemm>& shared) {
   const int warp = sm90::warp_uniform(threadIdx.x / 32);
   sm90::RingPosition at(Gemm::kStages);
-  for (ScaledTiles tiles(args); !tiles.done(); tiles.advance()) {
-    ScaledTile tile = tiles.tile<Gemm>();
+  ScaledBoxes<Gemm> boxes{shared.boxes(warp)};
+  const auto finish = [&](ScaledTile tile) {
     ScaledSums<Gemm> sums;
-    multiply<Gemm>(args, shared, tile, tiles.expert_of<Gemm>(tile), tiles.blocks(tile), at, sums);
+    multiply<Gemm>(args, shared, tile, at, sums);
+    if (warp * Gemm::kBoxRows >= tile.code.rows()) return;
     tile.row += warp * Gemm::kBoxRows;
-    store_tile<Gemm>(args, sums, shared.box(warp), tile);
+    store_tile<Gemm>(args, sums, boxes, tile);
+  };
+  if constexpr (Gemm::kExperts) {
+    while (true) {
+      sm90::mbarrier_wait(shared.full(at.stage), at.parity);
+      const ScaledTile tile = shared.tile(at.stage);
+      if (tile.row < 0) break;
+      finish(tile);
+    }
+  } else {
+    for (ScaledTiles<Gemm> tiles(args); !tiles.done(); tiles.index = tiles.take_next()) finish(tiles.tile());
   }
   if (threadIdx.x % 32 == 0) sm90::tma_store_wait_read<0>();
   __syncwarp();
@@ -220,16 +290,18 @@ __device__ __forceinline__ void consume(const ScaledArgs& args, const ScaledShar
 template <typename Gemm>
 __global__ void __launch_bounds__(Gemm::kThreads, 1) scaled_kernel(const __grid_constant__ ScaledArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ uint8_t raw_shared[];
+  extern __shared__ __align__(Gemm::kGivenAlignment) uint8_t raw_shared[];
   const ScaledShared<Gemm> shared(raw_shared);
+  // Lists that a product of experts reads before it waits were written before the kernel before it let it start.
+  if (args.gathers<Gemm>()) wait_for_previous_kernel();
   allow_next_kernel();
   if (threadIdx.x == 0) {
-    sm90::prefetch_tensor_map(&args.a);
+    if (!args.gathers<Gemm>()) sm90::prefetch_tensor_map(&args.a);
     sm90::prefetch_tensor_map(&args.weight);
     if (Gemm::kGated) sm90::prefetch_tensor_map(&args.up_weight);
     sm90::prefetch_tensor_map(&args.out);
     for (int stage = 0; stage < Gemm::kStages; ++stage) {
-      sm90::mbarrier_init(shared.full(stage), 1);
+      sm90::mbarrier_init(shared.full(stage), 1 + (args.gathers<Gemm>() ? ScaledGather<Gemm>::kThreads : 0));
       sm90::mbarrier_init(shared.empty(stage), args.pair * Gemm::kConsumers);
     }
     sm90::fence_mbarrier_init();
@@ -238,7 +310,13 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1) scaled_kernel(const __grid_
   if (args.pair > 1) sm90::cluster_sync();  // nobody writes to a CTA whose barriers are not there yet
   if (threadIdx.x >= Gemm::kConsumers) {
     sm90::shrink_registers<Gemm::kProducerRegisters>();
-    if (threadIdx.x == Gemm::kConsumers) produce<Gemm>(args, shared);
+    if (args.gathers<Gemm>() || threadIdx.x == Gemm::kConsumers) {
+      if constexpr (Gemm::kExperts) {
+        produce_experts<Gemm>(args, shared);
+      } else {
+        produce<Gemm>(args, shared);
+      }
+    }
     __syncwarp();
   } else {
     sm90::grow_registers<Gemm::kConsumerRegisters>();

@@ -1,5 +1,6 @@
 // Launches the products of scaled e4m3, and the rounding before them.
 #include <algorithm>
+#include <type_traits>
 
 #include "../../gemm/shared_memory.cuh"
 #include "../../sm90/launch.cuh"
@@ -21,8 +22,7 @@ cudaError_t launch_gemm(const CodedProblem& p, const CodedPlan& plan, const Scal
                         float* parts, const Gpu& gpu, cudaStream_t stream, const ScaledExperts& experts) {
   ScaledArgs args{};
   args.experts = experts;
-  args.a_scales = a.scales;
-  args.a_scale_stride = a.scale_stride;
+  args.a_rows = a;
   args.of_weight = p.weight;
   args.of_up_weight = p.up_weight;
   args.rounded = rounded;
@@ -30,6 +30,7 @@ cudaError_t launch_gemm(const CodedProblem& p, const CodedPlan& plan, const Scal
   args.epilogue = p.epilogue;
   args.m = static_cast<int>(p.m);
   args.n = static_cast<int>(p.n);
+  args.k = static_cast<int>(p.k);
   args.k_blocks = static_cast<int>(ceil_div(p.k, Gemm::kBlockK));
   args.pair = plan.pair;
   args.split = plan.split;
@@ -42,8 +43,8 @@ cudaError_t launch_gemm(const CodedProblem& p, const CodedPlan& plan, const Scal
     return encode_bytes(map, weight.data, p.k, rows, p.k, Gemm::kHalfN);
   };
   const bool mapped =
-      encode_bytes(&args.a, a.data, a.row_bytes, p.m, p.k, args.loaded_rows) && encode_weight(&args.weight, p.weight) &&
-      (!Gemm::kGated || encode_weight(&args.up_weight, p.up_weight)) &&
+      (experts.token_of_row != nullptr || encode_bytes(&args.a, a.data, a.row_bytes, p.m, p.k, args.loaded_rows)) &&
+      encode_weight(&args.weight, p.weight) && (!Gemm::kGated || encode_weight(&args.up_weight, p.up_weight)) &&
       (rounded.data != nullptr ? encode_bytes(&args.out, rounded.data, rounded.row_bytes, p.m, p.n, Gemm::kBoxRows)
                                : sm90::encode_tensor_map(&args.out, p.dtype, p.out, p.m, p.n, Gemm::kBoxRows, 64));
   if (!mapped) return cudaErrorInvalidValue;
@@ -69,19 +70,25 @@ cudaError_t launch_sum(const CodedProblem& p, const CodedPlan& plan, const float
 template <typename Element>
 cudaError_t launch_of(const CodedProblem& p, const CodedPlan& plan, const ScaledRows& a, const ScaledRows& rounded,
                       float* parts, const Gpu& gpu, cudaStream_t stream, const ScaledExperts& experts) {
+  if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
+    if (experts.experts > 0) {
+      return p.gated()
+                 ? launch_gemm<ScaledGemm<Element, true, true>>(p, plan, a, rounded, parts, gpu, stream, experts)
+                 : launch_gemm<ScaledGemm<Element, false, true>>(p, plan, a, rounded, parts, gpu, stream, experts);
+    }
+  }
   if (p.gated()) return launch_gemm<ScaledGemm<Element, true>>(p, plan, a, rounded, parts, gpu, stream, experts);
   const cudaError_t error = launch_gemm<ScaledGemm<Element, false>>(p, plan, a, rounded, parts, gpu, stream, experts);
   return error != cudaSuccess || plan.split == 1 ? error : launch_sum<Element>(p, plan, parts, stream);
 }
 
 template <typename Element>
-cudaError_t launch_rounding_of(const CodedProblem& p, const ScaledRows& rounded, cudaStream_t stream,
-                               const ScaledExperts& experts) {
+cudaError_t launch_rounding_of(const CodedProblem& p, const ScaledRows& rounded, bool starts_early,
+                               cudaStream_t stream) {
   using R = Rounding;
-  const RoundArgs args{p.a, rounded, static_cast<int>(p.m), static_cast<int>(p.k), experts.token_of_row, experts.count};
+  const RoundArgs args{p.a, rounded, static_cast<int>(p.m), static_cast<int>(p.k)};
   const dim3 grid(ceil_div(p.m, R::kRows), ceil_div(ceil_div(p.k, kScaledGroup), R::kGroups));
-  round_kernel<Element><<<grid, R::kThreads, 0, stream>>>(args);
-  return cudaGetLastError();
+  return sm90::launch_kernel(round_kernel<Element>, args, grid, R::kThreads, 0, 1, starts_early, stream);
 }
 
 }  // namespace
@@ -92,10 +99,9 @@ cudaError_t launch_scaled(const CodedProblem& p, const CodedPlan& plan, const Sc
                                     : launch_of<__nv_bfloat16>(p, plan, a, rounded, parts, gpu, stream, experts);
 }
 
-cudaError_t launch_rounding(const CodedProblem& p, const ScaledRows& rounded, cudaStream_t stream,
-                            const ScaledExperts& experts) {
-  return p.dtype == DType::kFloat16 ? launch_rounding_of<__half>(p, rounded, stream, experts)
-                                    : launch_rounding_of<__nv_bfloat16>(p, rounded, stream, experts);
+cudaError_t launch_rounding(const CodedProblem& p, const ScaledRows& rounded, bool starts_early, cudaStream_t stream) {
+  return p.dtype == DType::kFloat16 ? launch_rounding_of<__half>(p, rounded, starts_early, stream)
+                                    : launch_rounding_of<__nv_bfloat16>(p, rounded, starts_early, stream);
 }
 
 }  // namespace fused_mlp

@@ -14,23 +14,30 @@ namespace fused_mlp {
 
 struct ScaledArgs {
   CUtensorMap a, weight, up_weight, out;
-  const float* a_scales;
-  int64_t a_scale_stride;
+  ScaledRows a_rows;
   CodedWeight of_weight, of_up_weight;
   ScaledRows rounded;
   float* parts;  // [split, m, n]: where the sums of parts of k go as they are
   EpilogueArgs epilogue;
-  int m, n, k_blocks;
+  int m, n, k, k_blocks;
   int units_m, tiles_n;  // a unit is the rows of the CTAs that share weights
   int pair, split;
   int loaded_rows;  // of a tile; the rest of its places hold anything
   ScaledExperts experts;
   bool by_rows;  // each weight row has a scale, which the sums are multiplied by at the end
+
+  // True if rows are taken from where those of tokens lie, by lists that the kernel before writes.
+  template <typename Gemm>
+  __device__ __forceinline__ bool gathers() const {
+    return Gemm::kExperts && experts.token_of_row != nullptr;
+  }
 };
 
-template <typename Element_, bool kGated_>
+// Of experts, whose tiles differ in time and whose rows may be gathered, the producer tells the consumers their tiles.
+template <typename Element_, bool kGated_, bool kExperts_ = false>
 struct ScaledGemm {
   using Element = Element_;
+  static constexpr bool kExperts = kExperts_;
   static constexpr bool kGated = kGated_;
   static constexpr Product kProduct = kGated ? Product::kGated : Product::kPlain;
   static constexpr int kWarpgroups = 2, kConsumers = kWarpgroups * 128, kThreads = kConsumers + 128;
@@ -39,14 +46,17 @@ struct ScaledGemm {
   static constexpr int kColumns = kGated ? kHalfN : kHalves * kHalfN;  // of the result
   static constexpr int kBlockK = kScaledGroup, kStages = 4;
   static constexpr int kSums = kHalfN / 2;  // of a thread, of 64 rows and a half's columns
-  static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
+  static constexpr int kConsumerRegisters = kExperts ? 224 : 240, kProducerRegisters = kExperts ? 56 : 24;
 
   static constexpr int kBytesA = kTileM * kBlockK, kHalfBytes = kHalfN * kBlockK;
   static constexpr int kStageBytes = kBytesA + kHalves * kHalfBytes, kScaleBytes = kTileM * 4;
   static constexpr int kBoxRows = 16, kBoxBytes = kBoxRows * 128;  // that a warp stores at a time
-  static constexpr int kAlignment = 1024;
-  static constexpr int kSharedBytes =
-      kAlignment + kStages * (kStageBytes + kScaleBytes + 16) + kConsumers / 32 * kBoxBytes;
+  static constexpr int kTileBytes = 16;                            // of the ScaledTile that a stage belongs to
+  static constexpr int kBoxes = kExperts ? 2 : 1;                  // of a warp, in turns
+  static constexpr int kAlignment = 1024, kGivenAlignment = 128;
+  static constexpr int kSharedBytes = kAlignment - kGivenAlignment +
+                                      kStages * (kStageBytes + kScaleBytes + 16 + kTileBytes) +
+                                      kConsumers / 32 * kBoxes * kBoxBytes;
   static_assert(kSharedBytes <= 227 * 1024);
 };
 
@@ -59,6 +69,15 @@ __device__ __forceinline__ uint32_t e4m3_pair(float low, float high) {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
+struct ScaledTile {
+  int row, column, part;  // of k
+  BlockCode code;         // its expert, or 0, and how many of its rows there are
+
+  __device__ __forceinline__ int2 blocks(const ScaledArgs& args) const {  // of k
+    return {part * args.k_blocks / args.split, (part + 1) * args.k_blocks / args.split};
+  }
+};
+
 template <typename Gemm>
 struct ScaledShared {
   const uint32_t ring;
@@ -68,21 +87,38 @@ struct ScaledShared {
   __device__ __forceinline__ uint32_t half(int stage, int half) const {
     return a(stage) + Gemm::kBytesA + half * Gemm::kHalfBytes;
   }
-  __device__ __forceinline__ uint32_t box(int warp) const { return a(Gemm::kStages) + warp * Gemm::kBoxBytes; }
+  __device__ __forceinline__ uint32_t boxes(int warp) const {
+    return a(Gemm::kStages) + warp * Gemm::kBoxes * Gemm::kBoxBytes;
+  }
   __device__ __forceinline__ uint32_t scales(int stage) const {
-    return box(Gemm::kConsumers / 32) + stage * Gemm::kScaleBytes;
+    return boxes(Gemm::kConsumers / 32) + stage * Gemm::kScaleBytes;
   }
   __device__ __forceinline__ uint32_t full(int stage) const { return scales(Gemm::kStages) + stage * 8; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(Gemm::kStages + stage); }
+
+  __device__ __forceinline__ void put(int stage, const ScaledTile& tile) const {
+    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(place(stage)), "r"(tile.row), "r"(tile.column),
+                 "r"(tile.part), "r"(tile.code.code)
+                 : "memory");
+  }
+  __device__ __forceinline__ ScaledTile tile(int stage) const {
+    ScaledTile tile;
+    asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(tile.row), "=r"(tile.column), "=r"(tile.part), "=r"(tile.code.code)
+                 : "r"(place(stage))
+                 : "memory");
+    return tile;
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t place(int stage) const {
+    return full(2 * Gemm::kStages) + stage * Gemm::kTileBytes;
+  }
 };
 
 // The sums of a thread: of each half, as wgmma has them.
 template <typename Gemm>
 using ScaledSums = float[Gemm::kHalves][Gemm::kSums];
-
-struct ScaledTile {
-  int row, column, part;  // of k
-};
 
 #endif
 

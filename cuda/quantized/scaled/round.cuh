@@ -9,7 +9,6 @@ struct RoundArgs {
   Matrix x;
   ScaledRows rounded;
   int rows, columns;
-  const int *token_of_row, *blocks;  // of experts; or null
 };
 
 // Half a warp has a group of a row, and a thread eight values of it.
@@ -24,15 +23,13 @@ __global__ void __launch_bounds__(Rounding::kThreads) round_kernel(const __grid_
   allow_next_kernel();
   const int row = blockIdx.x * R::kRows + threadIdx.x / R::kLanes, lane = threadIdx.x % R::kLanes;
   const int first_group = blockIdx.y * R::kGroups;
-  const int rows = args.blocks != nullptr ? min(args.rows, __ldg(args.blocks) * kScaledTile) : args.rows;
-  const bool inside = row < rows;
-  const int64_t source = args.token_of_row != nullptr && inside ? __ldg(args.token_of_row + row) : row;
+  const bool inside = row < args.rows;
   const auto column_of = [&](int group) { return (first_group + group) * kScaledGroup + lane * R::kValues; };
   Packed<Element, R::kValues> read[R::kGroups] = {};
 #pragma unroll
   for (int group = 0; group < R::kGroups; ++group) {
     if (!inside || column_of(group) >= args.columns) continue;
-    const auto* const place = static_cast<const Element*>(args.x.data) + source * args.x.row_stride + column_of(group);
+    const auto* const place = static_cast<const Element*>(args.x.data) + row * args.x.row_stride + column_of(group);
     *reinterpret_cast<uint4*>(&read[group]) = __ldg(reinterpret_cast<const uint4*>(place));
   }
 #pragma unroll
@@ -55,6 +52,7 @@ __global__ void __launch_bounds__(Rounding::kThreads) round_kernel(const __grid_
         make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
     if (lane == 0) args.rounded.scales[(first_group + group) * args.rounded.scale_stride + row] = scale;
   }
+  wait_for_previous_kernel();  // the kernel behind waits for this one alone
 }
 
 }  // namespace fused_mlp

@@ -18,9 +18,9 @@ class RoundedRows {
         memory_(bytes_ + groups_ * stride_ * sizeof(float)) {}
 
   // Those of the problem's a.
-  RoundedRows(const CodedProblem& problem, cudaStream_t stream, const ScaledExperts& experts = {})
+  RoundedRows(const CodedProblem& problem, cudaStream_t stream, bool starts_early = false)
       : RoundedRows(problem.m, problem.k) {
-    check(launch_rounding(problem, rows(), stream, experts));
+    check(launch_rounding(problem, rows(), starts_early, stream));
   }
 
   ScaledRows rows() const {

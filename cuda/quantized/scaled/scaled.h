@@ -25,21 +25,23 @@ struct ScaledExperts {
   int experts = 0;  // none where all rows have the same weights
   const int* codes = nullptr;
   const int* count = nullptr;
-  const int* token_of_row = nullptr;              // where rows of a are those of tokens
+  const int* token_of_row = nullptr;              // where rows of a are those of tokens, and not sorted
   int64_t weight_rows = 0, scales_of_expert = 0;  // from an expert to the next one
+  int* taken = nullptr;                           // the tiles that CTAs have taken behind their first: 0 at first
 };
 
 constexpr int kScaledTile = 128;
 
 // Multiplies `a`, which stands for problem.a. The result is rounded to `rounded` where that has data, as x is, and else
 // goes to problem.out. Where the plan splits k, parts has room for [split, m, n] sums, and nothing is rounded. Starts
-// early behind the kernel that wrote a, which must be one of these.
+// early behind the kernel that wrote a, which must be one of these. Rows of tokens are gathered.
 cudaError_t launch_scaled(const CodedProblem& problem, const CodedPlan& plan, const ScaledRows& a,
                           const ScaledRows& rounded, float* parts, const Gpu& gpu, cudaStream_t stream,
                           const ScaledExperts& experts = {});
 
-// Rounds problem.a, whose data and stride are whole vectors of 16 bytes.
-cudaError_t launch_rounding(const CodedProblem& problem, const ScaledRows& rounded, cudaStream_t stream,
-                            const ScaledExperts& experts = {});
+// Rounds problem.a, whose data and stride are whole vectors of 16 bytes. It may start early behind a kernel that writes
+// none of it.
+cudaError_t launch_rounding(const CodedProblem& problem, const ScaledRows& rounded, bool starts_early,
+                            cudaStream_t stream);
 
 }  // namespace fused_mlp

@@ -50,21 +50,30 @@ __device__ __forceinline__ void send_box(const CUtensorMap& map, uint32_t box, i
   }
 }
 
-__device__ __forceinline__ void wait_for_box() {
-  if (threadIdx.x % 32 == 0) sm90::tma_store_wait_read<0>();
-  __syncwarp();
-}
+// The boxes of a warp.
+template <typename Gemm>
+struct ScaledBoxes {
+  const uint32_t first;
+  int last = 0;
+
+  // Waits until the TMA has read what was last in it.
+  __device__ __forceinline__ uint32_t next() {
+    if (threadIdx.x % 32 == 0) sm90::tma_store_wait_read<Gemm::kBoxes - 1>();
+    __syncwarp();
+    last = (last + 1) % Gemm::kBoxes;
+    return first + last * Gemm::kBoxBytes;
+  }
+};
 
 // Stores a half's columns in 16 bits, 64 at a time. Rows of a box are 128 bytes in the TMA's swizzle.
 template <typename Gemm>
-__device__ __forceinline__ void store_half(const ScaledArgs& args, const float (&value)[Gemm::kSums], uint32_t box,
-                                           int row, int column) {
+__device__ __forceinline__ void store_half(const ScaledArgs& args, const float (&value)[Gemm::kSums],
+                                           ScaledBoxes<Gemm>& boxes, int row, int column) {
   using Element = typename Gemm::Element;
   const int lane = threadIdx.x % 32;
-  const uint32_t place = (box + lane % 16 * 128) | ((lane / 16 ^ lane % 8) * 16);
 #pragma unroll
   for (int part = 0; part < 2; ++part) {
-    wait_for_box();
+    const uint32_t box = boxes.next(), place = (box + lane % 16 * 128) | ((lane / 16 ^ lane % 8) * 16);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {  // 16 columns
       const float* const of = value + part * 32 + j * 8;
@@ -77,8 +86,8 @@ __device__ __forceinline__ void store_half(const ScaledArgs& args, const float (
 
 // Rounds a half's columns, which are a group, to e4m3, and stores them and their scales.
 template <typename Gemm>
-__device__ __forceinline__ void store_rounded(const ScaledArgs& args, float (&value)[Gemm::kSums], uint32_t box,
-                                              int row, int column) {
+__device__ __forceinline__ void store_rounded(const ScaledArgs& args, float (&value)[Gemm::kSums],
+                                              ScaledBoxes<Gemm>& boxes, int row, int column) {
   if (column >= args.n) return;
   const int lane = threadIdx.x % 32;
   if (column + Gemm::kHalfN > args.n) {  // what lies outside does not count
@@ -102,7 +111,7 @@ __device__ __forceinline__ void store_rounded(const ScaledArgs& args, float (&va
       args.rounded.scales[column / kScaledGroup * args.rounded.scale_stride + at] = scale;
     }
   }
-  wait_for_box();
+  const uint32_t box = boxes.next();
   // For two eights of columns, two lanes exchange a pair, so that each has four columns of one of them.
   const bool odd = lane % 2 == 1;
   const uint32_t of_row = box + lane / 4 * 128, in_piece = (lane % 4 / 2 * 4) + (odd ? 8 : 0), swizzle = lane / 4 * 16;
@@ -138,9 +147,8 @@ __device__ __forceinline__ void store_part(const ScaledArgs& args, const float (
 
 // Stores the warp's 16 rows of a tile. Leaves the sums undefined.
 template <typename Gemm>
-__device__ __forceinline__ void store_tile(const ScaledArgs& args, ScaledSums<Gemm>& sums, uint32_t box,
+__device__ __forceinline__ void store_tile(const ScaledArgs& args, ScaledSums<Gemm>& sums, ScaledBoxes<Gemm>& boxes,
                                            const ScaledTile& tile) {
-  if (tile.row >= args.m) return;
   using Element = typename Gemm::Element;
   constexpr int kOutputs = Gemm::kGated ? 1 : Gemm::kHalves;
   if constexpr (!Gemm::kGated) {
@@ -170,9 +178,9 @@ __device__ __forceinline__ void store_tile(const ScaledArgs& args, ScaledSums<Ge
       for (int i = 0; i < Gemm::kSums; ++i) sums[0][i] = value[i];
     });
     if (args.rounded.data != nullptr) {
-      store_rounded<Gemm>(args, sums[0], box, tile.row, column);
+      store_rounded<Gemm>(args, sums[0], boxes, tile.row, column);
     } else {
-      store_half<Gemm>(args, sums[0], box, tile.row, column);
+      store_half<Gemm>(args, sums[0], boxes, tile.row, column);
     }
     if constexpr (!Gemm::kGated) {
 #pragma unroll

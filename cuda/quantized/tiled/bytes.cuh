@@ -14,10 +14,13 @@ class BytesDecoder {
  public:
   const CodedRows<Gemm> rows;
 
-  static __device__ __forceinline__ void fill_table(const CodedTiledArgs&, const CodedTiledShared<Gemm>&) {}
+  static __device__ __forceinline__ float fill_table(const CodedTiledArgs& args, const CodedTiledShared<Gemm>&) {
+    return args.of_weight.factor;
+  }
 
-  __device__ __forceinline__ BytesDecoder(const CodedTiledArgs& args, const CodedTiledShared<Gemm>&, int column)
-      : rows(args, column), shift_(args.of_weight.scale_shift), factor_(args.of_weight.factor) {
+  __device__ __forceinline__ BytesDecoder(const CodedTiledArgs& args, const CodedTiledShared<Gemm>&, int column,
+                                          float factor)
+      : rows(args, column), shift_(args.of_weight.scale_shift), factor_(factor) {
     const int quarter = threadIdx.x % 4, row = rows.local[0];
     // The TMA's swizzle of 128 bytes moves pieces of 16 by the row's place in its eight, which both rows share.
     place_ = row * Gemm::kRowBytes + row % 8 * 16 + quarter / 2 * 4;

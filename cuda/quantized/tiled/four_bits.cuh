@@ -1,8 +1,10 @@
-// Decoding of 4-bit codes for wgmma: code times scale in float32, rounded once, as if the weight had been decoded
-// before.
+// Decoding of 4-bit codes for wgmma: code times scale, rounded once, as if the weight had been decoded before. A pair
+// of codes, in 16 bits each, is one read of shared memory, which has as much to do as the tensor cores; the scale is
+// two numbers of 16 bits, so that the product is as exact as in float32.
 #pragma once
 
 #include "../decode/integers.cuh"
+#include "../decode/pair_table.cuh"
 #include "layout.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -16,24 +18,35 @@ using DecodedBlock = uint32_t[4][4];
 template <typename Gemm>
 class FourBitsDecoder {
  public:
+  using Element = typename Gemm::Element;
+  using Pair = typename ElementTraits<Element>::Pair;
+  using Table = PairTable<Element>;
+  static_assert(Table::kBytes == Gemm::kTableBytes);
   const CodedRows<Gemm> rows;
 
-  static __device__ __forceinline__ void fill_table(const CodedTiledArgs& args, const CodedTiledShared<Gemm>& shared) {
-    const float* const code = args.of_weight.code;
-    for (int i = threadIdx.x; i < 256 * 16; i += Gemm::kThreads) {
-      const int high = i / 16 / 16, low = i / 16 % 16;
-      shared.table()[i] = code == nullptr ? make_float2(low, high) : make_float2(__ldg(code + high), __ldg(code + low));
+  // Returns what scales are to be multiplied by.
+  static __device__ __forceinline__ float fill_table(const CodedTiledArgs& args, const CodedTiledShared<Gemm>& shared) {
+    if (threadIdx.x >= Gemm::kConsumers) return 1.0f;
+    if (args.of_weight.code != nullptr) {
+      auto* const beside = reinterpret_cast<uint64_t*>(shared.begin);  // where the ring is not filled yet
+      return Table::template fill<Gemm::kConsumers>(shared.table(), args.of_weight, beside);
     }
+#pragma unroll 1
+    for (int i = threadIdx.x; i < Table::kEntries * Table::kCopies; i += Gemm::kConsumers) {
+      const int byte = i / Table::kCopies;
+      reinterpret_cast<uint32_t*>(shared.table())[i] = round_pair<Element>(byte % 16, byte / 16);
+    }
+    return 1.0f;
   }
 
   __device__ __forceinline__ FourBitsDecoder(const CodedTiledArgs& args, const CodedTiledShared<Gemm>& shared,
-                                             int column)
+                                             int column, float factor)
       : rows(args, column),
         has_zeros_(args.of_weight.code == nullptr),
         shift_(args.of_weight.scale_shift),
-        table_(reinterpret_cast<const uint8_t*>(shared.table())),
-        copy_(threadIdx.x % 16 * 8),
-        turn_(threadIdx.x % 4 * 8 + 25) {}
+        factor_(factor),
+        place_(sm90::shared_address(shared.table()) + threadIdx.x % 32 * 4),
+        select_(0x4440 + threadIdx.x % 4) {}
 
   // Multiplies the blocks as they arrive.
   __device__ __forceinline__ void multiply(const CodedTiledShared<Gemm>& shared, int begin, int end,
@@ -84,27 +97,43 @@ class FourBitsDecoder {
       const uint32_t first = weight + row * Gemm::kRowBytes + (row / 4 % 2) * 16;  // the TMA's swizzle of 32 bytes
       const uint4 low = sm80::load_shared_uint4(first), high = sm80::load_shared_uint4(first ^ 16);
       const uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-      float scale = half == 0 ? scales.x : scales.y, zero = 0.0f;
-      if (has_zeros_) {
-        zero = static_cast<float>(take_zero(scale));
-        zero *= -scale;
+      float scale = half == 0 ? scales.x : scales.y;
+      const uint32_t zero = has_zeros_ ? take_zero(scale) : 0;
+      scale *= factor_;
+      const float above = to_float(from_float<Element>(scale));
+      const Pair large = both(above), small = both(scale - above), zeros = both(static_cast<float>(zero));
+      Pair codes[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) codes[i] = codes_of(words[i]);
+      // A branch would become a predicate of each of these instructions.
+#pragma unroll 1
+      for (bool subtracts = has_zeros_; subtracts; subtracts = false) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) codes[i] = __hsub2(codes[i], zeros);
       }
 #pragma unroll
-      for (int i = 0; i < 8; ++i) decoded[i / 2][i % 2 * 2 + half] = pair(words[i], scale, zero);
+      for (int i = 0; i < 8; ++i) {
+        const Pair values = __hfma2(codes[i], large, __hmul2(codes[i], small));
+        decoded[i / 2][i % 2 * 2 + half] = *reinterpret_cast<const uint32_t*>(&values);
+      }
     }
   }
 
-  // The two elements of the lane's byte of a word.
-  __device__ __forceinline__ uint32_t pair(uint32_t word, float scale, float zero) const {
-    const uint32_t entry = __funnelshift_r(word, word, turn_) & 255 * Gemm::kEntryBytes;
-    const float2 code = *reinterpret_cast<const float2*>(table_ + (entry | copy_));
-    return round_pair<typename Gemm::Element>(fmaf(code.x, scale, zero), fmaf(code.y, scale, zero));
+  static __device__ __forceinline__ Pair both(float value) {
+    const uint32_t bits = round_pair<Element>(value, value);
+    return *reinterpret_cast<const Pair*>(&bits);
+  }
+
+  // Those of the lane's byte of a word.
+  __device__ __forceinline__ Pair codes_of(uint32_t word) const {
+    const uint32_t bits = sm80::load_shared(place_ + __byte_perm(word, 0, select_) * Table::kEntryBytes);
+    return *reinterpret_cast<const Pair*>(&bits);
   }
 
   const bool has_zeros_;  // int4
   const int shift_;
-  const uint8_t* const table_;
-  const uint32_t copy_, turn_;
+  const float factor_;
+  const uint32_t place_, select_;  // of the lane's copy of the table, and of its byte of a word
 };
 
 }  // namespace fused_mlp

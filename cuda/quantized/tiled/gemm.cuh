@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtas)
     }
     sm90::fence_mbarrier_init();
   }
-  Decoder::fill_table(args, shared);
+  const float factor = Decoder::fill_table(args, shared);
   __syncthreads();
   if (threadIdx.x >= Gemm::kConsumers) {
     sm90::shrink_registers<Gemm::kProducerRegisters>();
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtas)
     return;
   }
   sm90::grow_registers<Gemm::kConsumerRegisters>();
-  const Decoder decoder(args, shared, column);
+  const Decoder decoder(args, shared, column, factor);
   float sums[Gemm::kTokens / 2] = {};
   decoder.multiply(shared, begin, end, sums);
   sm90::named_barrier_sync(1, Gemm::kConsumers);  // the sums go where the ring was: all warps must be done with it

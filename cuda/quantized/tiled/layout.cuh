@@ -38,8 +38,7 @@ struct CodedTiled {
   static constexpr int kBlockK = tiled_block_k(kCoding);
   static constexpr int kRowBytes = kBlockK / kCodedBlock * block_bytes(kCoding), kBoxRows = kRows / 2;
 
-  static constexpr int kEntryBytes = 16 * 8;  // a pair of floats, once for each lane of half a warp
-  static constexpr int kTableBytes = kInBytes ? 0 : 256 * kEntryBytes;
+  static constexpr int kTableBytes = kInBytes ? 0 : 256 * 32 * 4;  // the pairs of all bytes, for each lane
   static constexpr int kTokenBytes = kTokens * kBlockK * 2, kWeightBytes = kRows * kRowBytes;
   static constexpr int kStageBytes = kTokenBytes + kWeightBytes;
   static constexpr int kAlignment = 1024, kSharedLimit = 228 * 1024 / kCtas - 1024;
@@ -59,9 +58,7 @@ struct CodedTiledShared {
       : begin(raw + (-sm90::shared_address(raw) & (Gemm::kAlignment - 1))), ring(sm90::shared_address(begin)) {}
   __device__ __forceinline__ uint32_t tokens(int stage) const { return ring + stage * Gemm::kStageBytes; }
   __device__ __forceinline__ uint32_t weight(int stage) const { return tokens(stage) + Gemm::kTokenBytes; }
-  __device__ __forceinline__ float2* table() const {
-    return reinterpret_cast<float2*>(begin + Gemm::kStages * Gemm::kStageBytes);
-  }
+  __device__ __forceinline__ uint8_t* table() const { return begin + Gemm::kStages * Gemm::kStageBytes; }
   __device__ __forceinline__ uint32_t full(int stage) const {
     return ring + Gemm::kStages * Gemm::kStageBytes + Gemm::kTableBytes + stage * 8;
   }

@@ -29,7 +29,7 @@ _VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 # H200, as is the bound below).
 MOST_ROWS: Dict[str, int] = {"fp8": 64, "mxfp4": 80}
 # Up to so many, x is multiplied as it is; of more rows Hopper's kernels round it to FP8, where they take the weights.
-MOST_EXACT_ROWS = 12
+MOST_EXACT_ROWS = 3
 
 
 class QuantizedStack(NamedTuple):
@@ -38,7 +38,7 @@ class QuantizedStack(NamedTuple):
     Of format ``"fp8"``, ``data`` is float8_e4m3fn ``[experts, out, in]``, and ``scales`` float32, an element for each
     block of ``block = (rows, columns)`` values: ``[experts, ceil(out / rows), ceil(in / columns)]``.
 
-    On Hopper GPUs calls of more than 12 rows an expert, on average, may round x and the hidden values to float8_e4m3fn
+    On Hopper GPUs calls of more than 3 rows an expert, on average, may round x and the hidden values to float8_e4m3fn
     too, each 128 columns of a row by their largest value, as ``explain`` says.
 
     Of format ``"mxfp4"``, ``data`` is uint8 ``[experts, out, in / 2]``, or of any shape with these elements: two codes
