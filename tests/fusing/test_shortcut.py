@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import sys
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from modules import (
     SpelledOut,
     TransposedPlain,
 )
-from safety import assert_close, x_of
+from safety import assert_close, llama, x_of
 
 
 def sequence():
@@ -225,6 +226,38 @@ def test_small_ones_under_autograd_run_as_they_were_written(fused_mlp, device, p
     assert type(output.grad_fn) is type(expected.grad_fn)
     if kind is not Halves:  # which end with a norm
         assert type(op.grad_fn) is not type(expected.grad_fn)
+
+
+def called_within(name, call):
+    """The functions of Python that run inside of one of a name."""
+    found, open_frames = [], []
+
+    def see(frame, event, _):
+        if event == "call":
+            found.extend([frame.f_code.co_name] if open_frames else [])
+            open_frames.extend([frame] if frame.f_code.co_name == name else [])
+        elif event == "return" and open_frames[-1:] == [frame]:
+            open_frames.pop()
+
+    sys.setprofile(see)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def test_a_small_block_is_left_at_a_look(fused_mlp, device, pays_from):
+    """Where autograd follows, the size and the dtype of x tell: nobody asks whether an op would take it."""
+    layer = llama(device)[0].model.layers[0].eval()
+    assert fused_mlp.fuse_mlps(layer).fused
+    x = torch.randn(1, 3, layer.hidden_size, device=device, requires_grad=True)
+    rotary = [torch.ones(1, 3, layer.self_attn.head_dim, device=device)] * 2
+    asked = {}
+    for least in (0, 1 << 40):
+        pays_from(least, True, True)
+        asked[least] = called_within("block", lambda: layer(x * 1, position_embeddings=rotary))
+    assert asked[0] and not asked[1 << 40]
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -10,6 +10,7 @@ import copy
 import datetime
 import json
 import os
+import re
 import sys
 import tempfile
 import traceback
@@ -27,7 +28,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from transformers.distributed import DistributedConfig
 
+import mixtures
 import project
 from modules import Gated, PackedGated, Plain
 from safety import Blocks, assert_close, fuse, llama, reasons, states
@@ -205,18 +208,24 @@ def adapted(setting, way, when, sharded):
     return setting.facts(model)
 
 
-def tp_plan(setting, way):
-    """transformers loads its own shards; its hooks stay in place."""
-    torch.manual_seed(0)
-    model, ids = llama(setting.device)
+def saved(setting, model):
+    """The folder that one process saves a model to, for all."""
     folder = [tempfile.mkdtemp()] if setting.rank == 0 else [None]
     dist.broadcast_object_list(folder)
     if setting.rank == 0:
         model.save_pretrained(folder[0])
     dist.barrier()
+    return folder[0]
+
+
+def tp_plan(setting, way):
+    """transformers loads its own shards; its hooks stay in place."""
+    torch.manual_seed(0)
+    model, ids = llama(setting.device)
+    folder = saved(setting, model)
     expected = outcome(model, ids)
     options = {"tp_plan": "auto", "device_mesh": setting.mesh}
-    parallel = transformers.LlamaForCausalLM.from_pretrained(folder[0], **options)
+    parallel = transformers.LlamaForCausalLM.from_pretrained(folder, **options)
     unfused = outcome(parallel, ids)
     assert_close(unfused[:2], expected[:2])
     fuse(setting.fused_mlp, way, parallel)
@@ -225,6 +234,24 @@ def tp_plan(setting, way):
     for name, gradient in expected[2].items():
         if "mlp" in name and got[2][name].shape == gradient.shape:
             assert_close(got[2][name], gradient)
+    return setting.facts(parallel)
+
+
+def ep_plan(setting):
+    """transformers' expert parallelism: every process has its own experts, which the registered way computes."""
+    model = mixtures.build("qwen3_moe").to(setting.device)
+    ids = torch.randint(3, 30, (2, 9), generator=torch.Generator().manual_seed(0)).to(setting.device)
+    folder = saved(setting, model)
+    options = {"distributed_config": DistributedConfig(tp_size=2, ep_size=2, tp_plan={})}
+    setting.fused_mlp.register_experts()
+    parallel = type(model).from_pretrained(folder, experts_implementation="fused_mlp", **options)
+    assert_close(outcome(parallel, ids)[:2], outcome(model, ids)[:2])
+    assert "experts" in operators(parallel, ids)
+    assert "original" not in str(setting.fused_mlp.explain(parallel))
+    unregistered = type(model).from_pretrained(folder, **options)
+    report = str(setting.fused_mlp.fuse_mlps(unregistered))
+    assert "experts_implementation" in re.sub(r"\s", "", report)
+    assert_close(outcome(unregistered, ids)[:2], outcome(model, ids)[:2])
     return setting.facts(parallel)
 
 
@@ -270,6 +297,7 @@ CASES = {
         for when in ("before", "after")
     },
     **{f"transformers tp_plan, {way}": (tp_plan, (way,)) for way in ("fuse_mlps", "kernelize")},
+    "transformers ep_plan": (ep_plan, ()),
 }
 
 

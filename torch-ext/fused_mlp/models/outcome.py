@@ -90,6 +90,7 @@ _ADVICE = {  # by what a detail has in it, of which the first counts
     " around a ": "",
     "a peft.": "; merge the adapters and fuse again",
     "kernel for torch.float": "; cast the model to torch.bfloat16",
+    "transformers.distributed.expert_parallel": '; load it with experts_implementation="fused_mlp"',
     "in autocast": "; cast the model in place of autocast",
 }
 

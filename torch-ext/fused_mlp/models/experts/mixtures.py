@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from dataclasses import replace
 from types import FunctionType
 from typing import Any, Callable, Dict, Optional, Tuple
 
@@ -154,7 +155,8 @@ def refusal(module: nn.Module, asked: Optional[str] = None, adapted: bool = Fals
     found = proofs.of(module)
     if isinstance(found, Unknown):
         return found.reason
-    tensors, way = proofs.tensors_of(module, found.weights), _way(module)
+    found, tensors = _in_a_call(module, found, proofs.tensors_of(module, found.weights))
+    way = _way(module)
     if quantized.is_read(module):
         reason = "adapters beside weights in FP8" if adapted else _of_module(module, found, tensors, way)
         is_asked = (asked or way) == interface.NAME and tensors[0].is_cpu
@@ -162,6 +164,18 @@ def refusal(module: nn.Module, asked: Optional[str] = None, adapted: bool = Fals
         return reason or (None if is_asked else quantized.device_refusal(stacks, found.form))
     of_adapters = _of_adapters(tensors[0]) if adapted else None
     return _of_module(module, found, tensors, way) or _of_device(tensors[0], asked or way) or of_adapters
+
+
+def _in_a_call(
+    module: nn.Module, found: Experts, tensors: Tuple[Optional[Tensor], ...]
+) -> Tuple[Experts, Tuple[Optional[Tensor], ...]]:
+    """The experts and weights as the method of a module's class finds them: those of this process, where transformers'
+    expert parallelism has a method around it that puts these in the place of DTensors."""
+    around = getattr(module.__dict__.get("forward"), "__module__", None) or ""
+    if not around.startswith("transformers.distributed.") or module.__dict__.get("_is_expert_parallel") is not True:
+        return found, tensors
+    own = tuple(tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)
+    return replace(found, experts=own[0].shape[0]), own
 
 
 def trains_as_written(module: nn.Module) -> bool:
