@@ -185,7 +185,7 @@ def test_many_rows_are_left(fused_mlp, device, ops, kind):
 def test_autocast_is_left_to_the_layers(fused_mlp, device, ops, kind):
     model, fused, inputs = pair(fused_mlp, device, kind)
     found, expected = (run(each, inputs, autocast=torch.bfloat16) for each in (fused, model))
-    assert_close(found, expected, tolerance(kind))
+    assert_close(found, expected, max(tolerance(kind), 4e-3))  # norms are fused, whose rounding is rounded again
     assert ops == []
 
 

@@ -124,6 +124,8 @@ def test_models_in_bfloat16(fused_mlp, model_type):
 
 # Blocks of other packages.
 
+LEFT = {("diffusers", "FeedForward(geglu-approximate)")}  # x * sigmoid(1.702 x), written out
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("block", blocks.NAMES, ids=" ".join)
@@ -131,7 +133,7 @@ def test_blocks(fused_mlp, block, dtype):
     module = blocks.make(*block).to(dtype)
     plain = copy.deepcopy(module)
     report = fused_mlp.fuse_mlps(module)
-    assert report.fused
+    assert bool(report.fused) == (block not in LEFT)
     x = torch.randn(2, 5, blocks.WIDTH, dtype=dtype)
     results = []
     for candidate in (module, plain):

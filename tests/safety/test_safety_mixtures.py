@@ -211,7 +211,11 @@ def test_expert_parallel(fused_mlp, mesh):
             EpRouterParallel().install_forward(layer.mlp.gate, mesh)
     report = fused_mlp.fuse_mlps(model)
     assert {(entry.class_name, entry.reason) for entry in report.modules} == {
-        ("MixtralExperts", "has a forward of its own (from transformers.distributed.expert_parallel)")
+        (
+            "MixtralExperts",
+            "has a forward of its own (from transformers.distributed.expert_parallel); "
+            'load it with experts_implementation="fused_mlp"',
+        )
     }
     for each in (model, fused):
         assert error(logits(each, ids), expected) <= BOUND

@@ -156,7 +156,7 @@ def _part_fused(mlp: FoundMLP) -> str:
 
 def of_experts(module: nn.Module, asked: Optional[str] = None) -> Outcome:
     """The outcome of a module of experts: full if its forward, which checks at each call, calls ``experts_mlp``."""
-    refusal = mixtures.refusal(module, asked)
+    refusal = mixtures.refusal(module, asked, around=True)
     if refusal is not None:
         return _own_way(refusal, _EXPERTS)
     pattern = _UNTRAINED_EXPERTS if mixtures.trains_as_written(module) else _EXPERTS

@@ -146,17 +146,20 @@ def with_adapters(
     return calls.adapted_experts(x, index, weights, *tensors, known.form, adapters=adapters)
 
 
-def refusal(module: nn.Module, asked: Optional[str] = None, adapted: bool = False) -> Optional[str]:
+def refusal(
+    module: nn.Module, asked: Optional[str] = None, adapted: bool = False, around: bool = False
+) -> Optional[str]:
     """The reason why a module of experts runs its original forward in its present state; None if it is fused.
 
     ``asked`` is the name of the implementation that overrides the configured one, if any; ``adapted``: there are
-    adapters beside its weights.
+    adapters beside its weights; ``around``: what transformers' expert parallelism has around the method is run too.
     """
     found = proofs.of(module)
     if isinstance(found, Unknown):
         return found.reason
-    found, tensors = _in_a_call(module, found, proofs.tensors_of(module, found.weights))
-    way = _way(module)
+    tensors, way = proofs.tensors_of(module, found.weights), _way(module)
+    if around:
+        found, tensors = _in_a_call(module, found, tensors)
     if quantized.is_read(module):
         reason = "adapters beside weights in FP8" if adapted else _of_module(module, found, tensors, way)
         is_asked = (asked or way) == interface.NAME and tensors[0].is_cpu
@@ -171,8 +174,8 @@ def _in_a_call(
 ) -> Tuple[Experts, Tuple[Optional[Tensor], ...]]:
     """The experts and weights as the method of a module's class finds them: those of this process, where transformers'
     expert parallelism has a method around it that puts these in the place of DTensors."""
-    around = getattr(module.__dict__.get("forward"), "__module__", None) or ""
-    if not around.startswith("transformers.distributed.") or module.__dict__.get("_is_expert_parallel") is not True:
+    origin = getattr(module.__dict__.get("forward"), "__module__", None) or ""
+    if not origin.startswith("transformers.distributed.") or module.__dict__.get("_is_expert_parallel") is not True:
         return found, tensors
     own = tuple(tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)
     return replace(found, experts=own[0].shape[0]), own
