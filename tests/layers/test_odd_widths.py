@@ -4,6 +4,7 @@ import copy
 import importlib
 import itertools
 import random
+import re
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import machine
+import project
 import reference
 from reference import assert_no_worse_than_eager, poisoned_memory
 
@@ -31,6 +33,13 @@ def linear(fused_mlp, monkeypatch):
     monkeypatch.setattr(found, "_LEAST_WORK", 0)
     monkeypatch.setattr(found, "_LEAST_WEIGHTS", 0)
     return found
+
+
+def test_a_graph_expects_the_rates_of_the_op(linear):
+    source = (project.ROOT / "cuda/dense/torch/products.cpp").read_text()
+    rates = {name: float(value) for name, value in re.findall(r"(k\w*Rate) = ([\d.e]+)", source)}
+    of_graph = (linear._ODD_RATE, linear._EVEN_RATE, linear._RATE, linear._COPY_RATE)
+    assert of_graph == tuple(rates[name] for name in ("kOddRate", "kEvenRate", "kRate", "kCopyRate"))
 
 
 def laid_out(rows, columns, draw, device, dtype):

@@ -50,7 +50,7 @@ def refusal(weight: Tensor) -> Optional[str]:
 def gains_in_graph(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
     """True if a compiler's product in a dtype is expected to take less time of operands with zeros behind their rows.
 
-    By the rates of products.h. A number of rows that varies is taken as it is traced.
+    By the rates of products.cpp. A number of rows that varies is taken as it is traced.
     """
     rows = math.prod(x.shape[:-1])
     rows = rows.node.hint if isinstance(rows, torch.SymInt) else rows
