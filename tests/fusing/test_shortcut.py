@@ -260,6 +260,18 @@ def test_a_small_block_is_left_at_a_look(fused_mlp, device, pays_from):
     assert asked[0] and not asked[1 << 40]
 
 
+@pytest.mark.parametrize("is_left", [False, True])
+def test_a_layer_with_its_mlp_inline_is_left_by_the_size_of_that(fused_mlp, device, pays_from, is_left):
+    """88 hidden values, and not four times the 32 inputs."""
+    layer = Decoder().to(device).eval()
+    assert fused_mlp.fuse_mlps(layer).fused
+    x = x_of(device).requires_grad_()
+    work = x.numel() // 32 * 88 * (32 if device.type == "cuda" else 1)
+    for gated in (False, True):
+        pays_from(work + is_left, gated, True)
+    assert ("block" not in called_within("forward", lambda: layer(x))) == is_left
+
+
 @pytest.mark.parametrize("gated", [False, True])
 def test_bounds_are_of_the_work(fused_mlp, device, pays_from, gated):
     """The work is 88 hidden values for each of 21 rows, on a GPU times 32 inputs."""

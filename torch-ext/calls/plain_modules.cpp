@@ -319,30 +319,40 @@ Answer is_trained(PyObject* state, int generations) {
   return kError;
 }
 
-// True if an MLP that autograd, or autocast, has to do with does too little in a dtype. It is taken for one with four
-// times as many hidden features as inputs.
-Answer does_little(PyObject* x, PyObject* dtype, bool gated, bool in_eval) {
+// The child of a module under a name, whatever it is; nullptr, which is no error in itself, where there is none.
+PyObject* child_of(PyObject* module, PyObject* name) {
+  PyObject* const state = PyUnicode_Check(name) ? state_of(module) : nullptr;
+  PyObject* const modules = state == nullptr ? nullptr : item(state, names().modules);
+  return modules == nullptr || !PyDict_Check(modules) ? nullptr : item(modules, name);
+}
+
+// True if an MLP that autograd, or autocast, has to do with does too little in a dtype. Where its first weight is not
+// known, it is taken for one with four times as many hidden features as inputs.
+Answer does_little(PyObject* x, PyObject* dtype, PyObject* weight, bool gated, bool in_eval) {
   constexpr int64_t kWider = 4;
-  const int64_t elements = number_of_elements(x);
-  if (elements < 0) return kError;
-  const int64_t hidden = kWider * elements;
+  const int64_t elements = number_of_elements(x), width = size_of_last(x);
+  const int64_t of_weight = weight == nullptr ? 0 : number_of_elements(weight);
+  if (elements < 0 || width < 0 || of_weight < 0) return kError;
+  if (width == 0) return kYes;
+  const int64_t hidden = weight == nullptr ? kWider * elements : elements / width * (of_weight / width);
   PyObject* const of_dtype = item(settings.least_recorded, dtype);
   PyObject* const least = of_dtype == nullptr ? nullptr : item(of_dtype, gated ? names().gated_mlp : names().mlp);
   if (least != nullptr) return answer(hidden < PyLong_AsSsize_t(least));
-  const int64_t width = size_of_last(x);
-  return width < 0 ? kError : is_little_work(gated, in_eval, hidden * width);
+  return is_little_work(gated, in_eval, hidden * width);
 }
 
 // Computes py_runs_as_written(), behind torch's modes.
-Answer runs_as_written(PyObject* x, PyObject* module, bool gated) {
+Answer runs_as_written(PyObject* x, PyObject* module, bool gated, PyObject* first) {
   PyObject* const state = state_of(module);
   if (state == nullptr) return kError;
+  PyObject* const projection = first == nullptr ? nullptr : child_of(module, first);
+  PyObject* const weight = projection == nullptr ? nullptr : held_weight(projection);
   PyObject* const training = item(state, names().training);
   const Answer composite = has_composite(state);
   if (composite == kError) return kError;
   PyObject* const quick = composite == kNo ? dtype_followed(x) : nullptr;
   if (quick != nullptr) {
-    const Answer little = does_little(x, quick, gated, training == Py_False);
+    const Answer little = does_little(x, quick, weight, gated, training == Py_False);
     const Answer casting = little == kNo ? is_autocasting() : little;
     if (casting == kNo || little != kNo) return little;
   }
@@ -370,8 +380,8 @@ Answer runs_as_written(PyObject* x, PyObject* module, bool gated) {
   if (followed != kYes && !gated) return kYes;  // all of it is torch's, products that cast and an activation
   const bool in_eval = followed != kYes || training == Py_False;
   // Where autocast casts, what autograd follows is first judged as above, by its own dtype.
-  const Answer little = followed == kYes || !cast ? does_little(x, dtype, gated, in_eval) : kNo;
-  return cast && little == kNo ? does_little(x, cast_to.get(), gated, in_eval) : little;
+  const Answer little = followed == kYes || !cast ? does_little(x, dtype, weight, gated, in_eval) : kNo;
+  return cast && little == kNo ? does_little(x, cast_to.get(), weight, gated, in_eval) : little;
 }
 
 Answer py_runs_as_written(PyObject* given) {
@@ -379,7 +389,9 @@ Answer py_runs_as_written(PyObject* given) {
   if (!unpack(given, "ooo", of)) return kError;
   if (std::exchange(left_last, nullptr) == of[1]) return kYes;
   const PastModes modes;
-  const Answer left = modes.said() == kYes ? runs_as_written(of[0], of[1], of[2] == Py_True) : modes.said();
+  PyObject* const first = PyUnicode_Check(of[2]) ? of[2] : nullptr;
+  const bool gated = first != nullptr || of[2] == Py_True;
+  const Answer left = modes.said() == kYes ? runs_as_written(of[0], of[1], gated, first) : modes.said();
   return left == kError && is_answer() ? kNo : left;
 }
 
@@ -531,13 +543,6 @@ PyObject* with_block(PyObject* const* of, const Use& use) {
   const bool wide = field(plan, kWide) == Py_True, modulation_wide = field(plan, kModulationWide) == Py_True;
   const Block block{first, of[5], behind.all(), of[4], of[3], last, wide, modulation_wide};
   return known ? use(owner, block, recording == kYes) : nullptr;
-}
-
-// The child of a module under a name, whatever it is; nullptr, which is no error in itself, where there is none.
-PyObject* child_of(PyObject* module, PyObject* name) {
-  PyObject* const state = PyUnicode_Check(name) ? state_of(module) : nullptr;
-  PyObject* const modules = state == nullptr ? nullptr : item(state, names().modules);
-  return modules == nullptr || !PyDict_Check(modules) ? nullptr : item(modules, name);
 }
 
 // is_left() of the block of an MLP whose activation and first projection a module has under their names, whatever else

@@ -24,7 +24,8 @@ namespace fused_mlp {
 //     op cannot take them, or something has to see its parts.
 //   runs_as_written(x, module, gated) -> bool
 //     True if a method of the module, which has an MLP of x in it, likely takes less time as it was written: where
-//     autograd records the MLP, or autocast casts for it, and it is small.
+//     autograd records the MLP, or autocast casts for it, and it is small. In place of `gated` the name of its first
+//     projection, for a block whose parts are the module's.
 //   directly(gated, operands) -> Tensor | None
 //     Computes the op of a layer, of an MLP or of its block past torch's dispatcher (direct/call.h); None where
 //     the op has to be called. `is_recorded` has taken the operands, or would, and autograd does not record them.

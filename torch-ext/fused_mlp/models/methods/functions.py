@@ -6,7 +6,7 @@ import ast
 import copy
 import functools
 from types import CellType, CodeType, FunctionType
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
 
 from ..reading.attributes import FUSED, Written, written
 from ..reading.source import LookUp, compiled, not_looked_up
@@ -22,14 +22,14 @@ class Instead(NamedTuple):
     The method itself can tell without a call that its module is fused, and that the class has ``method``, unchanged.
     For Dynamo ``traced``, a module in a cell, runs either, with ``memory`` as its first argument, None where nothing in
     the method itself is fused. The one that it is made from runs too where ``runs_as_written``, if there is one, says
-    so of the first argument, ``self`` and ``gated``.
+    so of the first argument, ``self`` and ``gated``, or the name of a projection (torch-ext/calls/plain_modules.h).
     """
 
     method: Written
     traced: CellType
     memory: Optional[str]
-    runs_as_written: Optional[Callable[[Any, Any, bool], bool]]
-    gated: bool
+    runs_as_written: Optional[Callable[[Any, Any, Union[bool, str]], bool]]
+    gated: Union[bool, str]
 
 
 def function_of(

@@ -12,7 +12,7 @@ import functools
 import itertools
 from dataclasses import replace
 from types import CellType, FunctionType, MethodType
-from typing import Any, Callable, Dict, List, Optional, Set, Tuple
+from typing import Any, Callable, Dict, List, Optional, Set, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -372,7 +372,11 @@ def _rewritten(
         first = first_of(tree, function, found, names, role) if name == "forward" else None
         whole = whole_of(tree, function, found, role)
         # A block's MLP may be a module of its own, of any kind, and so may those that run in turn.
-        gated = any(pattern.gated for pattern in patterns) or any(isinstance(match, (Block, Turns)) for match in found)
+        gated: Union[bool, str] = any(pattern.gated for pattern in patterns)
+        gated = gated or any(isinstance(match, (Block, Turns)) for match in found)
+        if any(isinstance(match, Block) for match in found):
+            firsts = (part for plan in planned.values() for part in getattr(plan, "projections", ())[:1])
+            gated = next((part for part in firsts if type(part) is str), gated)
         runs_as_written = shortcut.plain.runs_as_written if shortcut.plain is not None and memory == KEPT else None
         if all(map(_asks_first, found)):
             runs_as_written = None
