@@ -88,8 +88,11 @@ PyObject* split_mlp(PyObject* firsts, PyObject* seconds, PyObject* owner, PyObje
   if (!given.add(parts[0])) return nullptr;
   const bool in_eval = item(state, names().training) == Py_False;
   Mlp mlp{PyTuple_GetItem(of_first, 0), x, given.all().subspan(1), given.all()[0], passing.first(in_front), in_eval};
-  if (PyObject* const dtype = normed ? nullptr : dtype_followed(x)) {
-    const Answer left = is_left(mlp, dtype, {Py_None, Py_None, {}, names().one, Py_None, Py_None});
+  const bool sums = ending != Py_None && PyTuple_Size(rest) == 1;
+  if (PyObject* const dtype = normed && !sums ? nullptr : dtype_followed(x)) {
+    PyObject* const residual = sums ? PyTuple_GetItem(rest, 0) : Py_None;
+    const Answer left =
+        is_left(mlp, dtype, {Py_None, Py_None, {}, names().one, residual, normed ? parts.back() : Py_None});
     if (left == kYes) return noting_left(first, PyBool_FromLong(false));
     if (left == kError && !is_answer()) return nullptr;
   }
@@ -546,14 +549,15 @@ PyObject* with_block(PyObject* const* of, const Use& use) {
 }
 
 // is_left() of the block of an MLP whose activation and first projection a module has under their names, whatever else
-// a call runs: a look that costs little, before all questions.
-Answer looks_left(PyObject* pattern, PyObject* module, PyObject* act, PyObject* first, PyObject* x, PyObject* dtype) {
+// a call runs: a look that costs little, before all questions. `last` is None where no norm of the sum follows.
+Answer looks_left(PyObject* pattern, PyObject* module, PyObject* act, PyObject* first, PyObject* x, PyObject* dtype,
+                  PyObject* residual, PyObject* last) {
   PyObject* const projection = child_of(module, first);
   PyObject *const function = child_of(module, act), *const state = state_of(module);
   if (projection == nullptr || state == nullptr) return PyErr_Occurred() ? kError : kNo;
   const bool in_eval = item(state, names().training) == Py_False;
   const Mlp mlp{pattern, x, Objects(&projection, 1), function == nullptr ? Py_None : function, {}, in_eval};
-  return is_left(mlp, dtype, {Py_None, Py_None, {}, names().one, x, Py_None});
+  return is_left(mlp, dtype, {Py_None, Py_None, {}, names().one, residual, last});
 }
 
 // The same of a child of the owner that is an MLP and no more.
@@ -570,7 +574,7 @@ Answer child_looks_left(PyObject* wholes, PyObject* plan, PyObject* owner, PyObj
   if (PyDict_Check(pattern)) return kYes;                          // a mixture, which no op computes under autograd
   PyObject* const names_of_parts = PyTuple_GetItem(parts, 1);
   PyObject *const act = PyTuple_GetItem(names_of_parts, 0), *const first = PyTuple_GetItem(names_of_parts, 1);
-  const Answer left = looks_left(pattern, module, act, first, x, dtype);
+  const Answer left = looks_left(pattern, module, act, first, x, dtype, x, Py_None);
   if (left == kYes) note_left(module);
   return left;
 }
@@ -579,9 +583,12 @@ PyObject* py_block(PyObject* given) {
   PyObject* of[7];
   if (!unpack(given, "tooooot", of)) return nullptr;
   PyObject* const plan = of[0];
+  const PastModes modes;
+  if (modes.said() != kYes) return nullptr;
+  PyObject* const dtype = dtype_followed(of[2]);
+  PyObject *const pattern = field(plan, kPattern), *const act = field(plan, kAct);
   PyObject* const first = PyTuple_GetItem(field(plan, kProjections), 0);
-  PyObject* const dtype = field(plan, kLast) == Py_None ? dtype_followed(of[2]) : nullptr;
-  if (dtype != nullptr && looks_left(field(plan, kPattern), of[1], field(plan, kAct), first, of[2], dtype) == kYes) {
+  if (dtype != nullptr && looks_left(pattern, of[1], act, first, of[2], dtype, of[3], field(plan, kLast)) == kYes) {
     return PyBool_FromLong(false);
   }
   if (PyErr_Occurred()) return nullptr;
