@@ -40,8 +40,8 @@ constexpr Py_ssize_t kBlockOperands = 11;
 PyObject* dtype_taken(PyObject* x);
 
 // The dtype of a tensor that autograd follows, at the cost of few questions: in a small model's call each function of
-// torch that is asked takes a microsecond. Borrowed; nullptr, without an error, where more has to be asked. What is
-// left by it is computed as it was written, whatever else there is to ask.
+// torch that is asked takes a microsecond. Borrowed; nullptr, which is no error in itself, where more has to be asked.
+// What is left by it is computed as it was written, whatever else there is to ask.
 PyObject* dtype_followed(PyObject* x);
 
 // True if an operand is a torch.Tensor or an nn.Parameter, and no subclass of them.

@@ -98,7 +98,7 @@ PyObject* split_mlp(PyObject* firsts, PyObject* seconds, PyObject* owner, PyObje
   }
   if (PyErr_Occurred()) return nullptr;
   if (followed == kYes && !normed) return nullptr;
-  if (ending != Py_None && PyTuple_Size(rest) == 1) {
+  if (sums) {
     const Block block{Py_None,
                       Py_None,
                       passing.subspan(in_front),
