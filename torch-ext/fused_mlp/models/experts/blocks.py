@@ -20,7 +20,7 @@ from ..methods import switching
 from ..parts import refusals
 from ..proving.evaluation import Evaluation, inputs
 from ..proving.values import Bound, Dependency, Held, Node, NotProved, Proof, Proofs, Value
-from ..reading.attributes import class_of
+from ..reading.attributes import class_of, of_call
 from ..running import shortcut, split_mlps
 from . import cached, mixtures, proofs, routers
 from .cached import Entry
@@ -73,7 +73,7 @@ def refusal(module: nn.Module) -> Optional[str]:
     if children is None:
         return "a patched class"
     router, experts = (module._modules[name] for name in children[:2])
-    reason = routers.refusal(router) or mixtures.refusal(experts)
+    reason = of_call(router) or of_call(experts) or routers.refusal(router) or mixtures.refusal(experts)
     if reason is None and native.chooses_experts(router.weight):
         return "experts for whose kernels a model of the GPU decides"
     return reason or refusals.of_global_state()
