@@ -133,6 +133,26 @@ def test_words_of_others(fused_mlp, norms, device, calls):
     assert calls == [RMS]
 
 
+class Halved(nn.Module):
+    def forward(self, weight):
+        return weight / 2
+
+
+@pytest.mark.parametrize("change", ["subclassed", "parametrized"])
+def test_of_another_class_since(fused_mlp, device, change):
+    """A norm whose class is another one after fusing is right, and explain does not name it as one op."""
+    module, fused = fused_pair(fused_mlp, device, Meta)
+    for norm in (module.norm, fused.norm):
+        if change == "parametrized":
+            nn.utils.parametrize.register_parametrization(norm, "weight", Halved())
+        else:
+            norm.__class__ = type("Doubled", (Meta,), {"__call__": lambda self, x: 2 * Meta.__call__(self, x)})
+    x = x_of(device)
+    with torch.no_grad():
+        assert_close(fused(x), module(x))
+    assert f"a {type(fused.norm).__name__}" in fused_mlp.explain(fused.norm).reason
+
+
 # Near misses of an RMSNorm: another scale, or another ending.
 NEARLY = {
     "eps outside": "torch.rsqrt(x.pow(2).mean(-1, keepdim=True)) + self.variance_epsilon",

@@ -56,12 +56,16 @@ def called(norm: nn.Module, x: Any) -> Optional[Tensor]:
 
 def name_of(module: nn.Module) -> str:
     """The pattern of a norm in reports."""
-    return "LayerNorm" if norms.known[type(module)].code == norms.LAYER else "RMSNorm"
+    known = (norms.known[kind] for kind in type(module).__mro__ if kind in norms.known)  # its class may be another now
+    return "LayerNorm" if next(known).code == norms.LAYER else "RMSNorm"
 
 
 def refusal(module: nn.Module) -> Optional[str]:
     """The reason why a fused norm runs its original forward in its present state; None if it is one op."""
-    weight = module._parameters.get(norms.known[type(module)].weight)
+    norm = norms.known.get(type(module))
+    if norm is None:
+        return f"a {type(module).__name__}"
+    weight = module._parameters.get(norm.weight)
     if type(weight) is not nn.Parameter or weight.is_meta:
         return None if type(weight) is nn.Parameter else f"a weight of type {type(weight).__name__}"
     return refusals.of_global_state() or native.refusal("norm_forward", weight)
