@@ -95,7 +95,7 @@ profile: $(call installed,profile) ## build, then profile eager, compiled and fu
 bench: $(call installed,bench) ## build, then measure at every M from where on fusing pays (D, H, ACTIVATIONS)
 	$(compile)
 	for activation in $(ACTIVATIONS); do \
-	  $(python) benchmarks/peers.py --dim $(D) --hidden $(H) --activation $$activation --out build/bench/$(D)x$(H)-$$activation || exit; \
+	  $(python) benchmarks/mlps/peers.py --dim $(D) --hidden $(H) --activation $$activation --out build/bench/$(D)x$(H)-$$activation || exit; \
 	done
 
 tune: $(call installed,bench) ## measure the GEMMs of this GPU and write cuda/sm90/plan/tuning.h or cuda/sm80/plan/tuned.def (needs a GPU and nvcc)

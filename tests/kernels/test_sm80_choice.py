@@ -159,7 +159,7 @@ def test_explain_names_kernel_and_reason_on_every_gpu(predictor, shape):
 
 def test_the_model_is_no_kinder_to_ours_than_what_was_measured(predictor):
     """Ours to torch's GEMM on the GPU where both were measured, of its kernels those that multiply by mma.sync."""
-    measured = json.loads((project.ROOT / "benchmarks/results/h200-mma-sync.json").read_text())["found"]
+    measured = json.loads((project.ROOT / "benchmarks/results/gemms/h200-mma-sync.json").read_text())["found"]
     compared = [entry for entry in measured if "cublaslt" in entry.get("us", {})]
     assert len(compared) >= 3
     for entry in compared:

@@ -1,10 +1,10 @@
 """A gated MLP with quantised weights: bitsandbytes' modules, torch's products of FP8 and int4, and this package.
 
-    python benchmarks/quantised.py                       all cases of this machine's list, in 8 minutes at most
-    python benchmarks/quantised.py --quick               tiny sizes, few turns: to see that it runs
-    python benchmarks/quantised.py --formats nf4 --rows 1 16
-    python benchmarks/quantised.py --models              whole models: quantised_models.py says which
-    python benchmarks/quantised.py --from build/quantised.json   show what such a run has written; measure nothing
+    python benchmarks/formats/quantised.py                        all cases of this machine's list, in 8 minutes at most
+    python benchmarks/formats/quantised.py --quick                tiny sizes, few turns: to see that it runs
+    python benchmarks/formats/quantised.py --formats nf4 --rows 1 16
+    python benchmarks/formats/quantised.py --models               whole models: quantised_models.py says which
+    python benchmarks/formats/quantised.py --from build/quantised.json  show what such a run wrote; measure nothing
 
 `eager` is a gated MLP of bitsandbytes.nn.Linear4bit, or of FP8 and integers what quantised_fp8.py and
 quantised_integers.py say; `ours` is this package with the same weights, and `ours-bf16` with weights of bfloat16. On a
@@ -26,7 +26,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "training"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import project
 
 os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())

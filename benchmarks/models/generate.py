@@ -1,8 +1,8 @@
 """Whole models, end to end: time to first token and tokens per second of greedy generation, ours against the peers.
 
-    python benchmarks/generate.py                                         both dense models, batch 1 and 16
-    python benchmarks/generate.py --models qwen3-30b-a3b --layers 8 --prompt 128
-    python benchmarks/generate.py --models gemma-2b --batches 1 --layers 2
+    python benchmarks/models/generate.py  both dense models, batch 1 and 16
+    python benchmarks/models/generate.py --models qwen3-30b-a3b --layers 8 --prompt 128
+    python benchmarks/models/generate.py --models gemma-2b --batches 1 --layers 2
 
 The models have the sizes of Gemma 2B, Llama 8B and Qwen3 30B-A3B and random weights; all set-ups of a model share them
 and take turns. "eager" runs experts as transformers does by default; a mixture has its other ways beside it. Time to
@@ -20,7 +20,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import project
 
 os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())

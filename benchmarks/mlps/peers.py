@@ -1,15 +1,15 @@
 """Ours against the peers, side by side in one process: GPU time, wall time and CPU time of one forward.
 
-    python benchmarks/peers.py --dim 768 --hidden 3072           one MLP at every M: from where on does fusing pay?
-    python benchmarks/peers.py                                   the table of docs/performance.md
-    python benchmarks/peers.py --shapes 64,768,3072 --providers eager ours
-    python benchmarks/peers.py --sweep --providers eager ours    every M of the sweep, against eager alone
-    python benchmarks/peers.py --sweep --graphs --providers eager ours      the same in CUDA graphs
-    python benchmarks/peers.py --between 500 --graphs --providers eager ours    500 shapes between them, drawn at random
-    python benchmarks/peers.py --workload linear                 one linear layer with bias and GELU
-    python benchmarks/peers.py --workload pointwise              act(gate) * up, against a copy of as many bytes
-    python benchmarks/peers.py --from benchmarks/results/h100-sweep.json --dim 768 --hidden 3072
-    python benchmarks/peers.py --limit 1.02                      fails where ours takes more of eager's time
+    python benchmarks/mlps/peers.py --dim 768 --hidden 3072           one MLP at every M: from where on does fusing pay?
+    python benchmarks/mlps/peers.py                                   the table of docs/performance.md
+    python benchmarks/mlps/peers.py --shapes 64,768,3072 --providers eager ours
+    python benchmarks/mlps/peers.py --sweep --providers eager ours    every M of the sweep, against eager alone
+    python benchmarks/mlps/peers.py --sweep --graphs --providers eager ours  the same in CUDA graphs
+    python benchmarks/mlps/peers.py --between 500 --graphs --providers eager ours  500 shapes between them, at random
+    python benchmarks/mlps/peers.py --workload linear                 one linear layer with bias and GELU
+    python benchmarks/mlps/peers.py --workload pointwise              act(gate) * up, against a copy of as many bytes
+    python benchmarks/mlps/peers.py --from benchmarks/results/mlps/h100-sweep.json --dim 768 --hidden 3072
+    python benchmarks/mlps/peers.py --limit 1.02                      fails where ours takes more of eager's time
 
 Writes <out>.json (figures and the machine's facts) and prints a table; with --dim, draws a plot for each kind of time
 too. On a CPU there is wall time alone. Peers that cannot run on the machine are left out, and said so.
@@ -22,7 +22,8 @@ import random
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import project
 
 os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())

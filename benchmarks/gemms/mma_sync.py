@@ -1,9 +1,9 @@
 """The GEMMs of sm_80, forced on the GPU at hand, against what else multiplies by mma.sync there.
 
-    python benchmarks/mma_sync.py                    every kernel, the best of each, and the ratios
-    python benchmarks/mma_sync.py --build            compiles build/mma_sync.so alone (needs nvcc, no GPU)
-    python benchmarks/mma_sync.py --parts rows --shapes 64,4096,14336
-    python benchmarks/mma_sync.py --from build/mma_sync.json      shows what such a run has written; measures nothing
+    python benchmarks/gemms/mma_sync.py                            every kernel, the best of each, and the ratios
+    python benchmarks/gemms/mma_sync.py --build                    compiles build/mma_sync.so alone (needs nvcc, no GPU)
+    python benchmarks/gemms/mma_sync.py --parts rows --shapes 64,4096,14336
+    python benchmarks/gemms/mma_sync.py --from build/mma_sync.json  shows what such a run has written; measures nothing
 
 The peers are cuBLASLt's kernels of Ampere's class, Triton's compiled for 8.0, and two limits: products from registers,
 and reading memory. Only ratios inside of one run count, and only on the GPU they are measured on: times on a Hopper GPU
@@ -23,8 +23,8 @@ from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/support"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests/support"))
 import torch
 from rich.console import Console
 from rich.table import Table

@@ -1,9 +1,9 @@
 """The experts of mixtures: experts_mlp against what transformers runs (eager, grouped_mm, batched_mm) and Liger.
 
-    python benchmarks/experts.py                              every shape of this machine's list, in 4 minutes at most
-    python benchmarks/experts.py --also liger                 Liger too, which tunes itself at its first call of a shape
-    python benchmarks/experts.py --shapes Mixtral-8x7B --tokens 1 64 --routing zipf
-    python benchmarks/experts.py --from build/experts.json    show what such a run has written; measure nothing
+    python benchmarks/experts/experts.py                      every shape of this machine's list, in 4 minutes at most
+    python benchmarks/experts/experts.py --also liger         Liger too, which tunes itself at its first call of a shape
+    python benchmarks/experts/experts.py --shapes Mixtral-8x7B --tokens 1 64 --routing zipf
+    python benchmarks/experts/experts.py --from build/experts.json  show what such a run has written; measure nothing
 
 All of them compute with the same weights and the same routing, one process, in turns; figures are medians. Two
 routings: balanced, where every expert is as likely as the others, and by a Zipf law, where the expert of rank r is
@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/support"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests/support"))
 import project
 
 os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())

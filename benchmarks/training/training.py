@@ -1,9 +1,9 @@
 """Forward and backward of one gated MLP against its peers, and whole steps of two models: time, and memory.
 
-    python benchmarks/training.py                        all points of this machine's list, in 8 minutes at most
-    python benchmarks/training.py --shapes 1024,1024,4096 --models --providers eager compile ours
-    python benchmarks/training.py --steps llama-1b       whole steps by width, with Liger and torch.compile beside ours
-    python benchmarks/training.py --from build/training.json     show what such a run has written; measure nothing
+    python benchmarks/training/training.py                     all points of this machine's list, in 8 minutes at most
+    python benchmarks/training/training.py --shapes 1024,1024,4096 --models --providers eager compile ours
+    python benchmarks/training/training.py --steps llama-1b    whole steps by width, Liger and torch.compile beside ours
+    python benchmarks/training/training.py --from build/training.json  show what such a run has written; measure nothing
 
 All providers of a point take turns in one process, and the medians count: of turns of many steps for the wall time, of
 single steps in random order for the GPU's, since large products make the clock vary by more than providers do. "Saved"
@@ -25,8 +25,8 @@ from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/support"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests/support"))
 import project
 
 os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())

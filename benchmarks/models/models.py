@@ -1,8 +1,8 @@
 """Whole models, fused against not: the wall time of a forward in eager, compiled, and compiled into CUDA graphs.
 
-    python benchmarks/models.py                                    every model of this machine's list
-    python benchmarks/models.py --models bert-base gpt2 --modes eager
-    python benchmarks/models.py --from build/models.json           show what such a run has written; measure nothing
+    python benchmarks/models/models.py                           every model of this machine's list
+    python benchmarks/models/models.py --models bert-base gpt2 --modes eager
+    python benchmarks/models/models.py --from build/models.json  show what such a run has written; measure nothing
 
 The architectures have their real widths and depths, and random weights. Copies of one model differ by several percent,
 so both variants are built several times from the same seed. In a turn a copy of each runs, long enough for the clock to
@@ -29,7 +29,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import project
 
 os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())

@@ -1,8 +1,8 @@
 """MLPs of random kinds, widths and numbers of rows, as modules: fused against not, in inference and in training.
 
-    python benchmarks/modules.py                                  100 of each dtype, both ways
-    python benchmarks/modules.py --number 400 --dtypes bfloat16 --ways training --seed 7
-    python benchmarks/modules.py --from build/modules.json        show what such a run has written; measure nothing
+    python benchmarks/mlps/modules.py                            100 of each dtype, both ways
+    python benchmarks/mlps/modules.py --number 400 --dtypes bfloat16 --ways training --seed 7
+    python benchmarks/mlps/modules.py --from build/modules.json  show what such a run has written; measure nothing
 
 The kinds are classes of transformers: one layer with its activation, plain MLPs, gated ones, and gated ones whose gate
 and up lie in one weight. Instances, fused and not, each with weights of its own, take turns in one process; a figure is
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import project
 
 os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())

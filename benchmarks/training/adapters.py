@@ -1,9 +1,9 @@
 """LoRA: a gated MLP whose three projections have adapters, in training and in inference, and whole steps of a model.
 
-    python benchmarks/adapters.py                        all cases of this machine's list, in 9 minutes at most
-    python benchmarks/adapters.py --quick                tiny sizes, few turns, nothing compiled: to see that it runs
-    python benchmarks/adapters.py --parts mlp --providers eager ours
-    python benchmarks/adapters.py --from build/adapters.json     show what such a run has written; measure nothing
+    python benchmarks/training/adapters.py                  all cases of this machine's list, in 9 minutes at most
+    python benchmarks/training/adapters.py --quick          tiny sizes, few turns, nothing compiled: to see that it runs
+    python benchmarks/training/adapters.py --parts mlp --providers eager ours
+    python benchmarks/training/adapters.py --from build/adapters.json  show what such a run has written; measure nothing
 
 Base weights are frozen, in bfloat16. Adapters are in bfloat16, or in float32 under autocast, as PEFT makes them by
 default; the adapters of a case with dropout are in bfloat16. `eager` and `compile` run PEFT's formula; `ours-base` is
@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import project
 
 os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())

@@ -1,7 +1,7 @@
 """Experts with quantised weights, of FP8 as Qwen3-30B-A3B-FP8 holds them, and of MXFP4 as gpt-oss does.
 
-    python benchmarks/quantised_experts.py                        all cases, on a GPU, in a minute
-    python benchmarks/quantised_experts.py --tokens 1 128
+    python benchmarks/experts/quantised_experts.py  all cases, on a GPU, in a minute
+    python benchmarks/experts/quantised_experts.py --tokens 1 128
 
 `ours` is experts_mlp with quantised stacks; `decoded` the same where weights are decoded first whatever the rows are;
 `bf16` experts_mlp with weights of bfloat16; `floor` the time of reading the codes and scales of the chosen experts at
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import project
 
 os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())

@@ -1,7 +1,7 @@
 """Models whose MLPs cannot be fused whole: what fuse_mlps costs there, or saves.
 
-    python benchmarks/unfused.py                       every kind that this machine can run
-    python benchmarks/unfused.py --kinds nf4 hook --rows 1 512
+    python benchmarks/models/unfused.py  every kind that this machine can run
+    python benchmarks/models/unfused.py --kinds nf4 hook --rows 1 512
 
 A Llama of --layers layers (2048 x 8192 on a GPU, 256 x 704 on a CPU), in inference: with bitsandbytes' NF4 and int8
 weights, and with a forward hook on each down projection. An unfused and a fused copy run in turns, each a few times in
@@ -18,7 +18,7 @@ import time
 import warnings
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import project
 
 os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
