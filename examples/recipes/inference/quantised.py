@@ -1,6 +1,6 @@
 """Quantised weights for inference: quantise, then fuse. The report names layers that run as their library wrote them.
 
-Run: `python examples/recipes/quantised.py`
+Run: `python examples/recipes/inference/quantised.py`
 
 On a GPU kernels read int8 of torchao and bitsandbytes, and FP8 of torchao and transformers. On a CPU such layers are
 left to their library, unless the compiled ops are forced as here.

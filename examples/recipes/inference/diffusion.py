@@ -1,6 +1,6 @@
 """A diffusers pipeline: fuse its transformer or UNet, which runs once a step; the pipeline stays as it is.
 
-Run: `python examples/recipes/diffusion.py`
+Run: `python examples/recipes/inference/diffusion.py`
 """
 
 import torch

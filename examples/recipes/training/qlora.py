@@ -1,6 +1,6 @@
 """QLoRA: a model in NF4 by bitsandbytes, PEFT's adapters on it. Quantise, add the adapters, then fuse, then train.
 
-Run: `python examples/recipes/qlora.py`
+Run: `python examples/recipes/training/qlora.py`
 
 An MLP runs in one call each way. On a CPU it is left to bitsandbytes, unless the compiled ops are forced as here.
 """

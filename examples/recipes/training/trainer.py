@@ -1,6 +1,6 @@
 """Training with transformers' Trainer: fuse the model before the Trainer takes it.
 
-Run: `python examples/recipes/trainer.py`
+Run: `python examples/recipes/training/trainer.py`
 
 `memory="recompute"` keeps nothing between forward and backward and computes the hidden values again.
 """

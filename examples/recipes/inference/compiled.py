@@ -1,6 +1,6 @@
 """torch.compile, and CUDA graphs through it: fuse first, then compile.
 
-Run: `python examples/recipes/compiled.py`
+Run: `python examples/recipes/inference/compiled.py`
 """
 
 import torch

@@ -1,6 +1,6 @@
 """A model of timm: fuse it once it is created. Transforms, heads and checkpoints stay as they are.
 
-Run: `python examples/recipes/timm_model.py`
+Run: `python examples/recipes/inference/timm_model.py`
 
 It needs timm, and a torchvision that fits the installed PyTorch.
 """

@@ -1,6 +1,6 @@
 """Text generation: fuse the model once it is loaded, then call `generate` as before.
 
-Run: `python examples/recipes/generate.py`
+Run: `python examples/recipes/inference/generate.py`
 """
 
 import torch
