@@ -18,7 +18,7 @@ import checkout
 import gemm_kernels
 import project
 from builder import abi, toolchain
-from tuning.prediction import Predictor
+from tuning.sm80.prediction import Predictor
 
 MIB = 2**20
 DTYPE = b"bfloat16"  # of the kernels that are disassembled

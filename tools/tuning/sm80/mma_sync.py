@@ -13,7 +13,7 @@ import torch
 
 import project
 from tuning import bench
-from tuning.prediction import Gpu, Predictor
+from tuning.sm80.prediction import Gpu, Predictor
 
 ROWS = project.ROOT / "cuda/sm80/plan/tuned.def"
 

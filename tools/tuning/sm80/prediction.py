@@ -14,7 +14,7 @@ SOURCES = (
     "cuda/sm80/grouped/grouped_plan.cpp",
     "cuda/sm80/plan/plan.cpp",
     "cuda/sm80/plan/time_model.cpp",
-    "tools/tuning/prediction.cpp",
+    "tools/tuning/sm80/prediction.cpp",
 )
 ACTIVATIONS = {"linear": 0, "gelu_pytorch_tanh": 2, "silu": 4}  # codes of torch-ext/operands/activation.h
 

@@ -11,10 +11,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import matrix
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import project
 from builder import compile, layout, plan
 from builder.toolchain import BuildError
+from compatibility import matrix
 
 FOLDER = project.BUILD / "emulate"
 ROOT = FOLDER / "root"  # what the emulated programs take for /

@@ -3,11 +3,11 @@
 #include <cstring>
 #include <iterator>
 
-#include "../../cuda/gemm/choice/record.h"
-#include "../../cuda/sm80/grouped/grouped_plan.h"
-#include "../../cuda/sm80/plan/plan.h"
-#include "../../cuda/sm80/plan/time_model.h"
-#include "shape.h"
+#include "../../../cuda/gemm/choice/record.h"
+#include "../../../cuda/sm80/grouped/grouped_plan.h"
+#include "../../../cuda/sm80/plan/plan.h"
+#include "../../../cuda/sm80/plan/time_model.h"
+#include "../shape.h"
 
 using namespace fused_mlp;
 

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from kernels.backends import CUDA
 from kernels.variants import _resolve_variant_for_system, parse_variant
 from packaging.version import Version

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Builds every variant that can be built without a GPU, a CUDA torch or an installed CUDA toolkit, into build/matrix/.
 
-The versions of CUDA are those of requirements/cuda*.txt, from PyPI. Of CUDA 13 that is nvcc, and the variant is built
+The versions of CUDA are those of requirements/toolkits/, from PyPI. Of CUDA 13 that is nvcc, and the variant is built
 whole. Of CUDA 12 there is no nvcc: builder/device.py says what of the code is compiled then. Cross-compilers compile
 the CPU variant for aarch64 and for macOS as well.
 """
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table

@@ -7,10 +7,10 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import documents
 import project
-from tuning.prediction import GPUS, Predictor
+from tuning.sm80.prediction import GPUS, Predictor
 
 SHOWN = ("A100 80GB SXM", "L40S", "RTX 4090", "RTX 5090")
 SHAPES = ((8192, 768, 3072), (2048, 2048, 8192), (8192, 4096, 14336), (16, 4096, 14336))
