@@ -1,7 +1,7 @@
 """The program of two processes for test_distributed.py: fused models under every kind of parallelism, against one
 process.
 
-    RANK=0 WORLD_SIZE=2 python tests/training/distributed_cases.py gloo OUT      and the same with RANK=1 beside it
+    RANK=0 WORLD_SIZE=2 python tests/distributed/distributed_cases.py gloo OUT      and the same with RANK=1 beside it
 
 Each writes OUT/RANK.json: for every case what it saw, or the traceback.
 """
