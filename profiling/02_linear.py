@@ -1,5 +1,6 @@
 """One nn.Linear, eager and compiled: what does a single layer put into the trace?"""
 
+import environment  # noqa: F401
 import session
 import setups
 

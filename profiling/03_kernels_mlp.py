@@ -2,6 +2,7 @@
 
 import sys
 
+import environment  # noqa: F401
 import session
 import setups
 

@@ -1,5 +1,6 @@
 """The gated MLP, eager and compiled: what stands between its three GEMMs, and what does the compiler fuse?"""
 
+import environment  # noqa: F401
 import session
 import setups
 

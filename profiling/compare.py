@@ -2,6 +2,7 @@
 
 import json
 
+import environment  # noqa: F401
 import session
 import setups
 

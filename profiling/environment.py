@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().with_name("recording")))
+sys.path.insert(0, str(Path(__file__).resolve().with_name("drawing")))
 import project
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -2,20 +2,23 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().with_name("recording")))
+sys.path.insert(0, str(Path(__file__).resolve().with_name("drawing")))
 import jinja2
 import lanes
 import results
 
-_HERE = Path(__file__).parent
+TEMPLATES = Path(__file__).with_name("drawing")
 WIDE, NARROW = 9.0, 4.2  # inches: a desktop's drawing, and one whose letters can be read on a phone
 
 
 def make(run: dict, traces: set[str]) -> str:
     """The page of a run; `traces` are the files that lie beside it and can be linked to."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
     for workload in run["workloads"]:
         workload["drawings"] = {

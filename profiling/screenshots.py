@@ -1,4 +1,4 @@
-"""Pictures of the lanes of the page for the README, into docs/images: on a desktop and on a phone, light and dark."""
+"""Pictures of the lanes of the page for the README: on a desktop and on a phone, light and dark."""
 
 import argparse
 import base64
@@ -8,17 +8,17 @@ import browser
 from PIL import Image
 
 SCREENS = {
-    "profile-light": ("light", 1100, 768, 1),
-    "profile-dark": ("dark", 1100, 768, 1),
-    "profile-phone": ("light", 390, 780, 1.5),
-    "profile-phone-dark": ("dark", 390, 780, 1.5),
+    "light": ("light", 1100, 768, 1),
+    "dark": ("dark", 1100, 768, 1),
+    "phone": ("light", 390, 780, 1.5),
+    "phone-dark": ("dark", 390, 780, 1.5),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--page", type=Path, default=Path("build/profile/index.html"))
-    parser.add_argument("--out", type=Path, default=Path("docs/images"))
+    parser.add_argument("--out", type=Path, default=Path("docs/images/profile"))
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     with browser.opened() as driver:

@@ -100,7 +100,8 @@ def parts() -> dict[str, str]:
 
 
 def run(name: str) -> dict:
-    return json.loads((RESULTS / f"{name}.json").read_text())
+    (path,) = RESULTS.rglob(f"{name}.json")
+    return json.loads(path.read_text())
 
 
 def figure(value: float) -> str:
@@ -350,7 +351,7 @@ def training_table() -> str:
     return documents.table(("M, D, H", "eager, ms", *heads), rows, left=1)
 
 
-STEP_TITLES = {  # of benchmarks/training_steps.py
+STEP_TITLES = {  # of benchmarks/training/training_steps.py
     "llama-1b": "Llama 1B's widths, 4 layers",
     "llama-8b": "Llama 8B's widths, 2 layers",
     "gpt2": "GPT-2",
@@ -528,7 +529,7 @@ def quantised_models_machine() -> str:
     )
 
 
-EXPERTS_OF_CODES = "h200-quantised-experts"  # by benchmarks/quantised_experts.py
+EXPERTS_OF_CODES = "h200-quantised-experts"  # by benchmarks/experts/quantised_experts.py
 
 
 def quantised_experts_gains(kind: str) -> list[float]:

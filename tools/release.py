@@ -19,7 +19,8 @@ from huggingface_hub.errors import HfHubHTTPError, OIDCError
 from rich.console import Console
 
 import project
-from releasing import api, check, dry_run, publish, signature
+from releasing import check, dry_run, publish, signature
+from releasing.rules import api
 
 console = Console(width=100, highlight=False)
 

@@ -18,11 +18,12 @@ try:
 
     import project
     from builder.toolchain import BuildError
-    from tuning import bench, fit, mma_sync
+    from tuning import bench, fit
     from tuning.header import header
     from tuning.kernels import KINDS, Gpu, Kernel, Point
     from tuning.model import Model, build
-    from tuning.prediction import Predictor
+    from tuning.sm80 import mma_sync
+    from tuning.sm80.prediction import Predictor
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error.name!r} is not installed for {sys.executable} (requirements/bench.txt)")
 

@@ -118,7 +118,7 @@ def test_capabilities_are_chosen_as_kernel_builder_does(listed, known, chosen):
 
 
 def test_repo_id_stands_in_build_toml_alone():
-    shown = {path.relative_to(ROOT).as_posix() for path in (ROOT / "examples/recipes").glob("*.py")}
+    shown = {path.relative_to(ROOT).as_posix() for path in (ROOT / "examples/recipes").glob("*/*.py")}
     documents = {"build.toml", "README.md", *shown}  # what users copy
     holders = {
         path.relative_to(ROOT).as_posix()

@@ -1,4 +1,4 @@
-"""flake.lock: what tools/check_flake.py finds, on this tree and where a fault is planted."""
+"""flake.lock: what tools/lint/check_flake.py finds, on this tree and where a fault is planted."""
 
 import copy
 import json
@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-import check_flake
 import project
+from lint import check_flake
 
 LOCK = json.loads((project.ROOT / "flake.lock").read_text())
 INPUTS = {"kernel-builder": {"url": "github:huggingface/kernels"}}
@@ -111,7 +111,7 @@ def test_faults_between_the_flake_and_the_lock(inputs, fault):
 
 
 def test_without_nix_it_says_what_is_left_out(tmp_path):
-    script = project.ROOT / "tools/check_flake.py"
+    script = project.ROOT / "tools/lint/check_flake.py"
     done = subprocess.run([sys.executable, script], env={"PATH": str(tmp_path)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("left out: flake.nix against flake.lock")

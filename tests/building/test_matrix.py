@@ -11,13 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-import compat
-import emulate
 import forks
-import matrix
 import project
 from builder import compile, device, plan, toolchain, toolkits
 from builder.toolchain import BuildError
+from compatibility import compat, emulate, matrix
 
 
 def test_every_toolkit_is_pinned_to_its_version():

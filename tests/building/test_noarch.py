@@ -18,7 +18,7 @@ import machine
 import noarch
 import project
 from builder import layout, plan
-from releasing import sources, variants
+from releasing.rules import sources, variants
 
 pytest.importorskip("triton")
 

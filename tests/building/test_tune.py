@@ -11,11 +11,12 @@ import pytest
 
 import gemm_kernels
 import project
-from tuning import bench, fit, mma_sync
+from tuning import bench, fit
 from tuning.header import header
 from tuning.kernels import KINDS, STREAMED, Gpu, Kernel, Point
 from tuning.model import Model, build
-from tuning.prediction import GPUS, Predictor
+from tuning.sm80 import mma_sync
+from tuning.sm80.prediction import GPUS, Predictor
 
 MULTIPROCESSORS = 132
 

@@ -18,7 +18,7 @@ import checkout
 import gemm_kernels
 import project
 from builder import abi, toolchain
-from tuning.prediction import Predictor
+from tuning.sm80.prediction import Predictor
 
 MIB = 2**20
 DTYPE = b"bfloat16"  # of the kernels that are disassembled
@@ -247,22 +247,27 @@ def grouped_entries() -> list[tuple[str, ...]]:
     return [(loop.lower(), numbers[product], arguments) for loop, product, arguments in found]
 
 
+def resources_of_sm80(extension, cuobjdump, arch, folder) -> Iterator[tuple[str, dict[str, int]]]:
+    """The kernels of the GEMMs of sm80, demangled, with what they use: nothing is spilled."""
+    for cubin in cubins_of_sm80(extension, cuobjdump, arch, folder):
+        used = dict(resources(output(cuobjdump, "-res-usage", cubin), "REG|STACK|LOCAL"))
+        for symbol, demangled in zip(used, output("c++filt", *used).splitlines(), strict=True):
+            assert (used[symbol]["STACK"], used[symbol]["LOCAL"]) == (0, 0), demangled
+            yield demangled, used[symbol]
+
+
 @pytest.mark.parametrize("arch", MULTIPROCESSORS)
 def test_grouped_kernels_of_sm80_fit_their_gpus(extension, cuobjdump, tmp_path, arch):
     """Those of the list, for both dtypes; no spills, and registers for two CTAs."""
     found = []
-    for cubin in cubins_of_sm80(extension, cuobjdump, arch, tmp_path):
-        used = dict(resources(output(cuobjdump, "-res-usage", cubin), "REG|STACK|LOCAL"))
-        for symbol, demangled in zip(used, output("c++filt", *used).splitlines(), strict=True):
-            if (kernel := re.search(GROUPED, demangled)) is None:
-                continue
-            loop, dtype, product, arguments = kernel.groups()
-            found.append((dtype, loop, product, arguments.replace("(bool)1", "true").replace("(bool)0", "false")))
-            figures = used[symbol]
-            assert (figures["STACK"], figures["LOCAL"]) == (0, 0), demangled
-            first = 4 if loop == "tiled" else 3  # of the numbers of warps
-            warps = math.prod(int(number) for number in arguments.split(", ")[first : first + 2])
-            assert 2 * warps * -(-figures["REG"] * 32 // 256) * 256 <= 65536, demangled
+    for demangled, figures in resources_of_sm80(extension, cuobjdump, arch, tmp_path):
+        if (kernel := re.search(GROUPED, demangled)) is None:
+            continue
+        loop, dtype, product, arguments = kernel.groups()
+        found.append((dtype, loop, product, arguments.replace("(bool)1", "true").replace("(bool)0", "false")))
+        first = 4 if loop == "tiled" else 3  # of the numbers of warps
+        warps = math.prod(int(number) for number in arguments.split(", ")[first : first + 2])
+        assert 2 * warps * -(-figures["REG"] * 32 // 256) * 256 <= 65536, demangled
     assert sorted(found) == sorted((dtype, *entry) for dtype in gemm_kernels.DTYPES for entry in grouped_entries())
 
 
@@ -270,15 +275,11 @@ def test_grouped_kernels_of_sm80_fit_their_gpus(extension, cuobjdump, tmp_path, 
 def test_outer_products_of_sm80_fit_their_gpus(extension, cuobjdump, tmp_path, arch):
     """Those of both dtypes; no spills, and registers for two CTAs of four warps."""
     found = []
-    for cubin in cubins_of_sm80(extension, cuobjdump, arch, tmp_path):
-        used = dict(resources(output(cuobjdump, "-res-usage", cubin), "REG|STACK|LOCAL"))
-        for symbol, demangled in zip(used, output("c++filt", *used).splitlines(), strict=True):
-            if (kernel := re.search(r"outer_kernel<\S*::OuterGemm<(\w+)>", demangled)) is None:
-                continue
-            found.append(kernel[1])
-            figures = used[symbol]
-            assert (figures["STACK"], figures["LOCAL"]) == (0, 0), demangled
-            assert 2 * 4 * -(-figures["REG"] * 32 // 256) * 256 <= 65536, demangled
+    for demangled, figures in resources_of_sm80(extension, cuobjdump, arch, tmp_path):
+        if (kernel := re.search(r"outer_kernel<\S*::OuterGemm<(\w+)>", demangled)) is None:
+            continue
+        found.append(kernel[1])
+        assert 2 * 4 * -(-figures["REG"] * 32 // 256) * 256 <= 65536, demangled
     assert sorted(found) == sorted(gemm_kernels.DTYPES)
 
 
@@ -287,21 +288,18 @@ def test_gemms_of_sm80_fit_their_gpus(extension, cuobjdump, tmp_path, sizes, arc
     """No spills, and as many CTAs on a multiprocessor as the tiles were cut for."""
     limit = min(kib for kib, _ in MULTIPROCESSORS[arch].values())
     seen = set()
-    for cubin in cubins_of_sm80(extension, cuobjdump, arch, tmp_path):
-        used = dict(resources(output(cuobjdump, "-res-usage", cubin), "REG|STACK|LOCAL"))
-        for symbol, demangled in zip(used, output("c++filt", *used).splitlines(), strict=True):
-            if "::grouped_" in demangled or "::outer_" in demangled:
-                continue
-            ((loop, _, *arguments),) = gemm_kernels.named([demangled], "sm80")
-            figures, (threads, shared) = used[symbol], sizes[(loop, *arguments)]
-            assert (figures["STACK"], figures["LOCAL"]) == (0, 0), demangled
-            if shared > (limit - 1) * KIB:
-                continue  # left out
-            seen.add((loop, *arguments))
-            for capability, (kib, warps) in MULTIPROCESSORS[arch].items():
-                held = ctas(figures["REG"], threads, shared, kib, warps)
-                wanted = 1 if threads > 128 else min(2, kib * KIB // (shared + KIB))
-                assert held >= wanted, f"{demangled}: {held} on {capability}"
+    for demangled, figures in resources_of_sm80(extension, cuobjdump, arch, tmp_path):
+        if "::grouped_" in demangled or "::outer_" in demangled:
+            continue
+        ((loop, _, *arguments),) = gemm_kernels.named([demangled], "sm80")
+        threads, shared = sizes[(loop, *arguments)]
+        if shared > (limit - 1) * KIB:
+            continue  # left out
+        seen.add((loop, *arguments))
+        for capability, (kib, warps) in MULTIPROCESSORS[arch].items():
+            held = ctas(figures["REG"], threads, shared, kib, warps)
+            wanted = 1 if threads > 128 else min(2, kib * KIB // (shared + KIB))
+            assert held >= wanted, f"{demangled}: {held} on {capability}"
     assert seen == {entry for entry, (_, shared) in sizes.items() if shared <= (limit - 1) * KIB}
 
 

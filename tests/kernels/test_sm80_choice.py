@@ -6,10 +6,10 @@ import re
 import pytest
 
 import gemm_kernels
-import predict
 import project
 import sanitizer_cases
-from tuning.prediction import GPUS, Predictor
+from tuning.sm80 import predict
+from tuning.sm80.prediction import GPUS, Predictor
 
 DOCUMENT = project.ROOT / "cuda/sm80/README.md"
 KERNELS = gemm_kernels.entries("sm80")
@@ -72,7 +72,7 @@ def test_small_tiles_have_the_deepest_ring_that_leaves_room_for_two(predictor, g
 
 
 def test_the_prediction_in_the_document(predictor):
-    assert predict.table(predictor) in DOCUMENT.read_text(), "put the table of `python tools/predict.py` there"
+    assert predict.table(predictor) in DOCUMENT.read_text(), "put what tools/tuning/sm80/predict.py prints there"
 
 
 def test_a_hopper_gpu_has_kernels_of_its_own():
@@ -159,7 +159,7 @@ def test_explain_names_kernel_and_reason_on_every_gpu(predictor, shape):
 
 def test_the_model_is_no_kinder_to_ours_than_what_was_measured(predictor):
     """Ours to torch's GEMM on the GPU where both were measured, of its kernels those that multiply by mma.sync."""
-    measured = json.loads((project.ROOT / "benchmarks/results/h200-mma-sync.json").read_text())["found"]
+    measured = json.loads((project.ROOT / "benchmarks/results/gemms/h200-mma-sync.json").read_text())["found"]
     compared = [entry for entry in measured if "cublaslt" in entry.get("us", {})]
     assert len(compared) >= 3
     for entry in compared:

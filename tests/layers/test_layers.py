@@ -530,36 +530,3 @@ def test_autocast(fused_mlp, device):
         got, expected = fused(x), module(x)
     assert got.dtype == expected.dtype
     torch.testing.assert_close(got, expected, rtol=3e-2, atol=3e-2)
-
-
-def test_transformers_own_mapping_names(fused_mlp, device):
-    """GemmaMLP, marked under the name that transformers uses, in a whole model."""
-    from transformers.models.gemma.modeling_gemma import GemmaMLP
-
-    config = transformers.GemmaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=88,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=8,
-    )
-    model = transformers.GemmaForCausalLM(config).eval().to(device)
-    ids = torch.randint(0, 64, (2, 9), device=device)
-    with torch.no_grad():
-        expected = model(input_ids=ids).logits
-    had = {name: vars(GemmaMLP)[name] for name in ("kernel_layer_name", "kernel_condition") if name in vars(GemmaMLP)}
-    kernels.replace_kernel_forward_from_hub(GemmaMLP, "GeGLUMLP")
-    try:
-        repository = LayerRepository(project.repo_id(), layer_name="GeGLUMLP", revision=f"v{project.version()}")
-        with use_kernel_mapping({"GeGLUMLP": {device.type: repository}}, inherit_mapping=False):
-            kernelize(model, mode=Mode.INFERENCE, device=device.type)
-    finally:
-        del GemmaMLP.kernel_layer_name, GemmaMLP.kernel_condition
-        for name, value in had.items():
-            setattr(GemmaMLP, name, value)
-    for layer in model.model.layers:
-        assert fused_mlp.explain(layer.mlp).implementation == "fused"
-    with torch.no_grad():
-        torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)

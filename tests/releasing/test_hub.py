@@ -33,7 +33,8 @@ import project
 from builder import abi
 from builder.plan import base
 from hub import Hub
-from releasing import dry_run, publish, signature, variants
+from releasing import dry_run, publish, signature
+from releasing.rules import variants
 
 REPO, VERSION = project.repo_id(), project.version()
 ORGANISATION = REPO.split("/")[0]

@@ -103,17 +103,8 @@ def mlps(model):
 def as_logits(model):
     """CLIP's text model has its result under another name."""
     if isinstance(model, transformers.CLIPTextModelWithProjection):
-        return _First(model)
+        return tiny_models.First(model)
     return model
-
-
-class _First(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids):
-        return self.model(ids)[0]
 
 
 def assert_same_files(one, other):

@@ -27,7 +27,8 @@ import project
 import release
 from builder import abi, mach_o
 from hub import Hub
-from releasing import api, check, dry_run, layers, publish, rebuild, signature, sources, variants
+from releasing import check, dry_run, publish, rebuild, signature
+from releasing.rules import api, layers, sources, variants
 
 
 @pytest.fixture(scope="module")

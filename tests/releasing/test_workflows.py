@@ -254,7 +254,7 @@ class FakeHub:
 
 
 LINES = [f"line {number}\n" for number in range(100)]
-FIGURES = (project.ROOT / "benchmarks/results/h100-mlp.json").read_text()
+FIGURES = (project.ROOT / "benchmarks/results/mlps/h100-mlp.json").read_text()
 REPOSITORY = {"repository": "https://host.invalid/org/kernel", "commit": "0" * 40, "staged": "tree"}
 CALL = {"flavor": "l4x1", "timeout": "1m"} | REPOSITORY
 

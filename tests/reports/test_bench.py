@@ -14,7 +14,7 @@ import torch
 
 import project
 
-sys.path.append(str(project.ROOT / "benchmarks"))
+sys.path += [str(project.ROOT / "benchmarks" / folder) for folder in ("", "experts", "formats", "mlps", "training")]
 
 import adapters
 import break_even
@@ -28,7 +28,7 @@ import training
 
 import measure
 
-STORED = project.ROOT / "benchmarks" / "results"
+STORED = project.ROOT / "benchmarks/results/mlps"
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_filled_from_what_is_stored(path):
 def test_another_measurement_shows(monkeypatch, tmp_path):
     """Every part but the floors comes from what is stored."""
     before = fill_documents.parts()
-    for path in [*fill_documents.RESULTS.glob("*.json"), fill_documents.CPU_PROFILE]:
+    for path in [*fill_documents.RESULTS.rglob("*.json"), fill_documents.CPU_PROFILE]:
         stored = json.loads(path.read_text(), parse_float=lambda number: float(number) ** 1.1)
         stored["machine"]["copy_bandwidth_GBps"] = "1"
         (tmp_path / path.name).write_text(json.dumps(stored))

@@ -13,7 +13,7 @@ import project
 from survey import blocks
 
 HUB_WAYS = ("default_names", "kernel_config", "kernelize", "standalone_layer")
-RECIPES = sorted((project.ROOT / "examples/recipes").glob("*.py"))
+RECIPES = sorted((project.ROOT / "examples/recipes").glob("*/*.py"))
 
 # By torch: what runs first. The PyTorch that pip installs is for CUDA, on machines without a GPU too.
 TORCHS = {
@@ -95,8 +95,9 @@ def test_recipes(recipe):
     """Each checks its own results; here, that it is a page, names its command, is listed, and fuses something."""
     text = recipe.read_text()
     assert len(text.splitlines()) <= 40
-    assert f"Run: `python examples/recipes/{recipe.name}`" in text
-    assert f"(../examples/recipes/{recipe.name})" in (project.ROOT / "docs/recipes.md").read_text()
+    place = recipe.relative_to(project.ROOT)
+    assert f"Run: `python {place}`" in text
+    assert f"(../{place})" in (project.ROOT / "docs/recipes.md").read_text()
     said = run(THIS, recipe, project.ROOT, BEFORE.get(recipe.stem, ""), **exported(THIS))
     fused = max(map(int, re.findall(r"^(\d+) of \d+ MLPs run in one call each", said, re.MULTILINE)))
     assert fused > 0 or machine.device_type() == "cuda"  # which has no kernel for experts in float32

@@ -138,17 +138,6 @@ def test_traced(fused_mlp, device, way, kind, with_grad):
     assert_same(model, torch.jit.load(saved), x_of(device, 7))
 
 
-class Alone(torch.nn.Module):
-    """A model of transformers that returns a tensor."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids):
-        return self.model(ids)[0]
-
-
 @modes
 @pytest.mark.parametrize("name", ["Llama", "BERT", "GPT-2"])
 def test_traced_whole(fused_mlp, device, recwarn, name, with_grad):
@@ -159,7 +148,7 @@ def test_traced_whole(fused_mlp, device, recwarn, name, with_grad):
     fused, ids = copy.deepcopy(model), inputs["input_ids"]
     assert fused_mlp.fuse_mlps(fused).fused
     with torch.set_grad_enabled(with_grad):
-        traced = torch.jit.trace(Alone(fused), ids)
+        traced = torch.jit.trace(tiny_models.First(fused), ids)
         assert_close(traced(ids), model(ids)[0])
     assert "fused_mlp" not in str(traced.inlined_graph)
     assert not [warning for warning in recwarn if "fused-mlp" in warning.filename or "build/" in warning.filename]

@@ -80,3 +80,14 @@ def outcome(model, inputs):
     output.square().mean().backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     return output.detach(), {name: gradient for name, gradient in gradients.items() if gradient is not None}
+
+
+class First(torch.nn.Module):
+    """A model of transformers that returns a tensor, the first of its results."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model(ids)[0]

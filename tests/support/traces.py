@@ -4,7 +4,7 @@ import sys
 
 import project
 
-sys.path.append(str(project.ROOT / "profiling"))
+sys.path.append(str(project.ROOT / "profiling/recording"))
 
 import timeline
 

@@ -11,11 +11,11 @@ import project
 from .abi import MACOS
 from .toolchain import BuildError
 
-REQUIREMENTS = project.ROOT / "requirements"
+REQUIREMENTS = project.ROOT / "requirements/toolkits"
 
 
 def versions() -> list[str]:
-    """Those with a requirements/cuda<version>.txt: "12.6", "13.0", ..."""
+    """Those with a requirements/toolkits/cuda<version>.txt: "12.6", "13.0", ..."""
     names = (re.fullmatch(r"cuda(\d+)(\d)", path.stem) for path in REQUIREMENTS.glob("cuda*.txt"))
     return sorted((f"{name[1]}.{name[2]}" for name in names), key=lambda version: [*map(int, version.split("."))])
 
@@ -36,7 +36,7 @@ def macos_compiler(folder: Path) -> list[str]:
 
 
 def _install(name: str, folder: Path) -> None:
-    """Install what requirements/<name>.txt asks for, unless it is there."""
+    """Install what requirements/toolkits/<name>.txt asks for, unless it is there."""
     requirements = REQUIREMENTS / f"{name}.txt"
     installed = folder / requirements.name
     if not installed.is_file() or installed.read_text() != requirements.read_text():

@@ -1,1 +1,1 @@
-"""The programs that tools/compat.py runs under each version of torch."""
+"""Builds for other machines and versions, and what runs there (smoke, models: under each version of torch)."""

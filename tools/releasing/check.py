@@ -12,8 +12,9 @@ from rich.table import Table
 
 import project
 
-from . import api, layers, rebuild, sources, variants
+from . import rebuild
 from .publish import dropped_variants
+from .rules import api, layers, sources, variants
 
 
 def run(build: Path, folder: Path, console: Console) -> str | None:

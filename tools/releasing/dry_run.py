@@ -15,7 +15,8 @@ from rich.table import Column, Table
 import project
 from builder import abi
 
-from . import publish, rebuild, variants
+from . import publish, rebuild
+from .rules import variants
 
 SMOKE = Path(__file__).with_name("smoke.py")
 

@@ -11,8 +11,8 @@ from huggingface_hub.hf_api import RepoFile
 
 import project
 
-from . import api
-from .variants import bytecode, files, variants
+from .rules import api
+from .rules.variants import bytecode, files, variants
 
 REPO = {"repo_id": project.repo_id(), "repo_type": "kernel"}
 STAGING = "staging"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import project
 
-from .variants import files, variants
+from .rules.variants import files, variants
 
 
 def clone(folder: Path) -> Path:

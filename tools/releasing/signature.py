@@ -8,7 +8,7 @@ from kernels.verify import GitHubWorkflowPolicy, VerificationResult, verify_vari
 
 import project
 
-from .variants import variants
+from .rules.variants import variants
 
 
 def sign(build: Path, tag: str) -> str | None:

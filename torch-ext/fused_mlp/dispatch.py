@@ -75,7 +75,7 @@ LEAST_NORM: Dict[torch.dtype, int] = dict.fromkeys(native._DTYPES, 1 << 15) if n
 
 # One kernel for an activation and its product with up, and nothing else, pays from so many elements on. On a GPU the
 # host takes longer for it than for torch's two operations, and for what autograd records twice as long: it pays where
-# the GPU has more to do than the host (benchmarks/unfused.py).
+# the GPU has more to do than the host (benchmarks/models/unfused.py).
 LEAST_PRODUCT: Dict[torch.dtype, int] = {
     dtype: 1 << 24 if native.DEVICE_TYPE == "cuda" else 1 << 15 if dtype == torch.bfloat16 else 1 << 16
     for dtype in native._DTYPES

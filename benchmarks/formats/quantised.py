@@ -1,0 +1,218 @@
+"""A gated MLP with quantised weights: bitsandbytes' modules, torch's products of FP8 and int4, and this package.
+
+    python benchmarks/formats/quantised.py                        all cases of this machine's list, in 8 minutes at most
+    python benchmarks/formats/quantised.py --quick                tiny sizes, few turns: to see that it runs
+    python benchmarks/formats/quantised.py --formats nf4 --rows 1 16
+    python benchmarks/formats/quantised.py --models               whole models: quantised_models.py says which
+    python benchmarks/formats/quantised.py --from build/quantised.json  show what such a run wrote; measure nothing
+
+`eager` is a gated MLP of bitsandbytes.nn.Linear4bit, or of FP8 and integers what quantised_fp8.py and
+quantised_integers.py say; `ours` is this package with the same weights, and `ours-bf16` with weights of bfloat16. On a
+GPU calls run in CUDA graphs, and weights of a GPU's size take turns, so that none is found in its L2. On a CPU times
+are the CPU time of one thread. Writes <out>.json
+and, of MLPs, <out>.svg, and prints a table.
+"""
+
+import argparse
+import copy
+import functools
+import gc
+import importlib
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "training"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+import project
+
+os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
+
+import bitsandbytes
+import kernels
+import peft
+import plots
+import quantised_fp8
+import quantised_integers
+import quantised_models
+import torch
+import torch.nn.functional as F
+import training
+import transformers
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import measure
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+FORMATS = {"nf4": ("nf4", False), "nf4-nested": ("nf4", True), "fp4": ("fp4", False)}
+FP8 = {"fp8-blocks": (128, 128), "fp8-rows": None}  # the blocks
+INTEGERS = {"int8": quantised_integers.Int8MLP, "int4": quantised_integers.Int4MLP}
+# The largest difference: torch's FP8 and bitsandbytes' int8 round x too.
+TOLERANCES = {"int8": 0.05, "int4": 0.02} | dict.fromkeys(FORMATS, 0.02) | dict.fromkeys(FP8, 0.08)
+PROVIDERS = ("eager", "ours", "ours-bf16")
+WIDTHS = {"cuda": ((4096, 14336), (2048, 8192), (8192, 28672)), "cpu": ((2048, 5632), (1024, 4096))}
+WIDTHS["quick"] = ((128, 256),)
+ROWS = {"cuda": (1, 4, 16, 64, 256, 512, 2048, 8192), "cpu": (1, 4, 16, 64, 256), "quick": (1, 3)}
+VERSIONS = {library.__name__: library.__version__ for library in (bitsandbytes, peft, transformers)}
+L2_BYTES = 60e6  # more than that of any GPU here
+SILU = 4  # the code of the activation
+
+
+class GatedMLP(nn.Module):
+    """A gated MLP of bitsandbytes' layers, as models quantised by transformers have it."""
+
+    def __init__(self, width: int, hidden: int, quant_type: str, nested: bool) -> None:
+        super().__init__()
+        for name, sizes in (("gate", (width, hidden)), ("up", (width, hidden)), ("down", (hidden, width))):
+            options = {"compute_dtype": torch.bfloat16, "compress_statistics": nested, "quant_type": quant_type}
+            self.add_module(name, bitsandbytes.nn.Linear4bit(*sizes, bias=False, **options))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+    def operands(self) -> tuple:
+        """The weights as the op takes them; gate and up share a code."""
+        weights, layouts, offsets = [], [], []
+        code = self.gate.weight.quant_state.code
+        for layer in (self.gate, self.up, self.down):
+            state = layer.weight.quant_state
+            nest = state.state2 if state.nested else None
+            weights += [layer.weight.data, state.absmax, code, nest and nest.absmax, nest and nest.code]
+            layouts += [*state.shape, 1, state.blocksize, nest.blocksize if nest else 0]
+            offsets.append(float(state.offset) if nest else 0.0)
+        return weights, layouts, offsets
+
+    def decoded(self, dtype: torch.dtype) -> list[Tensor]:
+        weights = [layer.weight for layer in (self.gate, self.up, self.down)]
+        return [bitsandbytes.functional.dequantize_4bit(each.data, each.quant_state).to(dtype) for each in weights]
+
+
+@functools.lru_cache(maxsize=1)
+def made(width: int, hidden: int, form: str) -> list[nn.Module]:
+    """MLPs of more bytes than a GPU's L2 keeps until their next turn."""
+    torch.manual_seed(0)
+    of_value = 1.0 if form in FP8 or form == "int8" else 0.5
+    copies = max(1, round(L2_BYTES / (3 * of_value * width * hidden)) + 1) if ON_GPU else 1
+    with torch.device(DEVICE):
+        if form in FP8:
+            return [quantised_fp8.GatedMLP(width, hidden, FP8[form]) for _ in range(copies)]
+        if form in INTEGERS:
+            return [INTEGERS[form](width, hidden).to(DEVICE).requires_grad_(False) for _ in range(copies)]
+        mlps = [GatedMLP(width, hidden, *FORMATS[form]) for _ in range(copies)]
+    return [mlp.to(DEVICE).requires_grad_(False) for mlp in mlps]
+
+
+def calls_of(rows: int, width: int, hidden: int, form: str, fused_mlp, providers: list[str]) -> dict[str, Callable]:
+    """A call of each provider, which takes another MLP each time. Raises an error where the results differ."""
+    ops = importlib.import_module(f"{fused_mlp.__name__}._ops").ops
+    modules = made(width, hidden, form)
+    x = torch.randn(rows, width, device=DEVICE, dtype=torch.bfloat16)
+    plain = modules[0].decoded(torch.bfloat16)
+
+    def of_ours(module: nn.Module) -> Callable[[], Tensor]:
+        operands = module.operands()
+        return lambda: ops.quantized_mlp(x, *operands, [None] * 3, SILU, True)
+
+    # On a CPU bitsandbytes packs weights anew at the first call in eval mode.
+    own = modules if ON_GPU else [copy.deepcopy(module).eval() for module in modules]
+    ways = {
+        "eager": [lambda module=module: module(x) for module in own],
+        "ours": [of_ours(module) for module in modules],
+        "ours-bf16": [lambda: fused_mlp.gated_mlp(x, *plain, activation="silu")],
+    }
+    expected, found = (ways[name][0]().float() for name in ("eager", "ours"))
+    if (found - expected).norm() > TOLERANCES[form] * expected.norm():
+        raise RuntimeError("the results differ")
+
+    def in_turn(runs: list[Callable]) -> Callable[[], Tensor]:
+        turns = itertools.cycle(runs)
+        return lambda: next(turns)()
+
+    return {name: in_turn(ways[name]) for name in providers}
+
+
+def thread_times(calls: dict[str, Callable], turns: int, budget_us: float) -> dict[str, dict[str, float]]:
+    """CPU time of one thread: the least of a turn's calls, in turns. What else runs on a machine does not count."""
+    torch.set_num_threads(1)
+
+    def turn(call: Callable) -> dict[str, float]:
+        times, end = [], time.perf_counter() + budget_us * 1e-6
+        while len(times) < 3 or time.perf_counter() < end:
+            before = time.thread_time_ns()
+            call()
+            times.append(time.thread_time_ns() - before)
+        return {"thread_us": min(times) * 1e-3}
+
+    return measure.in_turns({name: functools.partial(turn, call) for name, call in calls.items()}, turns)
+
+
+@torch.no_grad()
+def run(given) -> dict:
+    fused_mlp = kernels.get_kernel(project.repo_id(), version=project.version(), backend=DEVICE, trust_remote_code=True)
+    kind = "quick" if given.quick else DEVICE
+    points = [
+        (rows, *sizes, form)
+        for sizes in WIDTHS[kind]
+        for form in given.formats
+        for rows in given.rows or ROWS[kind]
+        if form in ("nf4", "fp8-blocks", "int8", "int4") or sizes == WIDTHS[kind][0]
+    ]
+    if given.models:
+        points = quantised_models.points(given.formats)
+    found = {"machine": {**measure.machine(), **VERSIONS}, "results": []}
+    clock = training.Clock(given.minutes, len(points))
+    with tqdm(points, disable=None) as progress:
+        for point in progress:
+            progress.set_description(" ".join(map(str, point)))
+            clock.next_point()
+            result = {"shape": point[:-1], "format": point[-1], "providers": {}, "left": {}}
+            try:
+                if (reason := clock.refusal()) is not None:
+                    raise TimeoutError(reason)
+                if given.models:
+                    result |= quantised_models.figures(*point, fused_mlp=fused_mlp, given=given)
+                else:
+                    calls = calls_of(*point, fused_mlp, given.providers)
+                    compare = measure.compare_in_graphs if ON_GPU else thread_times
+                    result["providers"] = compare(calls, given.turns, given.seconds * 1e6)
+            except Exception as error:  # the points that are there already are worth more than one that is not
+                result["left"] = {"all": training.words(error)}
+            found["results"].append(result)
+            gc.collect()
+            if ON_GPU:
+                torch.cuda.empty_cache()
+            given.out.parent.mkdir(parents=True, exist_ok=True)
+            given.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    all_here = [form for form in TOLERANCES if ON_GPU or form not in FP8]
+    parser.add_argument("--formats", nargs="+", choices=list(TOLERANCES), default=all_here)
+    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
+    parser.add_argument("--rows", nargs="+", type=int, help="these, not those of this machine's list")
+    parser.add_argument("--models", action="store_true", help="whole models, not MLPs")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes")
+    parser.add_argument("--turns", "--rounds", type=int, default=5, help="turns of every provider")
+    parser.add_argument("--seconds", type=float, default=0.02, help="length of a turn")
+    parser.add_argument("--minutes", type=float, default=8.0, help="of the whole run; 0 for as long as it takes")
+    parser.add_argument("--from", dest="source", type=Path, help="show what such a run has written; measure nothing")
+    parser.add_argument("--out", type=Path, default=Path("build/quantised"))
+    given = parser.parse_args()
+    with torch._dynamo.config.patch(**quantised_fp8.COMPILED):
+        found = json.loads(given.source.read_text()) if given.source else run(given)
+    training.print_table(found, "quantised weights", plots.quantised_case)
+    if not given.models:
+        plots.quantised(found["results"], found["machine"].get("gpu") or found["machine"]["cpu"], given.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""LoRA: a gated MLP whose three projections have adapters, in training and in inference, and whole steps of a model.
+
+    python benchmarks/training/adapters.py                  all cases of this machine's list, in 9 minutes at most
+    python benchmarks/training/adapters.py --quick          tiny sizes, few turns, nothing compiled: to see that it runs
+    python benchmarks/training/adapters.py --parts mlp --providers eager ours
+    python benchmarks/training/adapters.py --from build/adapters.json  show what such a run has written; measure nothing
+
+Base weights are frozen, in bfloat16. Adapters are in bfloat16, or in float32 under autocast, as PEFT makes them by
+default; the adapters of a case with dropout are in bfloat16. `eager` and `compile` run PEFT's formula; `ours-base` is
+this package without the adapters, and `gemms` the products of the base alone, gate and up as one: four of a forward and
+a backward, two of a forward. A step is one of a Llama with adapters of PEFT on all linear layers, with AdamW; fresh
+instances of each variant take turns. The experts of a mixture have adapters on both of their weights: as PEFT computes
+them, as fused, and in `ours-base` none. Times, "saved" and "peak" are those of training.py; inference of MLPs runs in
+CUDA graphs where there is a GPU. Writes <out>.json and <out>.svg, and prints a table.
+"""
+
+import argparse
+import copy
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+import project
+
+os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
+
+import kernels
+import peft
+import plots
+import torch
+import training
+import training_models
+import transformers
+from adapters_providers import DEVICE, Adapters, GatedMLP
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+import measure
+
+ON_GPU = torch.cuda.is_available()
+PARTS = ("mlp", "inference", "step", "experts", "experts in inference")
+PROVIDERS = ("eager", "ours", "ours-recompute", "ours-base", "gemms", "compile")
+WITHOUT = ("ours-base", "gemms")  # they have no adapters, and other results
+PLAIN, WIDE = Adapters(), Adapters(torch.float32)
+TRAINED = (PLAIN, WIDE, Adapters(dropout=0.05))
+STEPS = (*TRAINED, Adapters(torch.float32, 0.05))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """M, D, H and rank of the trained MLPs; of the one in inference, for each M; of the model, and its batch; D, H
+    and rank of experts, how many there are, how many a token has, and the numbers of tokens."""
+
+    trained: tuple[tuple[int, int, int, int], ...]
+    inference: tuple[tuple[int, int, int, int], ...]
+    model: dict[str, int]
+    batch: tuple[int, int]
+    experts: tuple[int, int, int]
+    mixture: tuple[int, int]
+    tokens: tuple[int, ...]
+
+
+def _model(width: int, hidden: int, layers: int, heads: int, vocabulary: int) -> dict[str, int]:
+    sizes = {"hidden_size": width, "intermediate_size": hidden, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    return {**sizes, "num_attention_heads": heads, "num_key_value_heads": heads // 4}
+
+
+SIZES = {
+    "cuda": Sizes(
+        ((4096, 4096, 14336, 16), (8192, 2048, 8192, 16), (2048, 4096, 14336, 64)),
+        tuple((m, 4096, 14336, 16) for m in (1, 16, 4096)),
+        _model(2048, 8192, layers=4, heads=32, vocabulary=32_000),
+        (4, 1024),
+        (2048, 768, 16),
+        (128, 8),
+        (1, 16, 128, 4096),
+    ),
+    "cpu": Sizes(
+        ((128, 768, 3072, 16), (1024, 768, 3072, 16)),
+        tuple((m, 768, 3072, 16) for m in (1, 16, 256)),
+        _model(512, 1408, layers=2, heads=8, vocabulary=512),
+        (1, 128),
+        (1024, 512, 16),
+        (64, 4),
+        (1, 64),
+    ),
+    "quick": Sizes(
+        ((48, 64, 96, 8),),
+        ((3, 64, 96, 8),),
+        _model(64, 96, layers=1, heads=4, vocabulary=64),
+        (1, 16),
+        (64, 48, 4),
+        (4, 2),
+        (3,),
+    ),
+}
+
+
+def of_mlp(shape: tuple, adapters: Adapters, backward: bool, fused_mlp, clock: training.Clock, given) -> dict:
+    """Figures of every provider, in training with the gradients of x and of the adapters."""
+    mlp = GatedMLP(shape, adapters, fused_mlp)
+    leaves = mlp.leaves if backward else []
+    for leaf in leaves:
+        leaf.requires_grad_()
+
+    def inside(forward: Callable[[Tensor], Tensor]) -> Tensor:
+        with adapters.context(), torch.set_grad_enabled(backward):
+            return forward(mlp.x)
+
+    def step(forward: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        for leaf in leaves:
+            leaf.grad = None
+        out = inside(forward)
+        if backward:
+            out.backward(mlp.grad)
+        return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+    calls, memory, left, forwards = {}, {}, {}, mlp.forwards()
+    expected = [tensor.clone() for tensor in step(forwards["eager"])]
+    for name in given.providers:
+        reason = clock.refusal()
+        if reason is None and name == "ours-recompute" and not backward:
+            continue
+        try:
+            if reason is None and name == "gemms":
+                calls[name] = mlp.gemms(backward)
+            elif reason is None:
+                found = step(forwards[name])
+                is_compared = name not in WITHOUT and not adapters.dropout  # which each way draws anew
+                if is_compared and not all(map(training.alike, found, expected)):
+                    raise RuntimeError("its results are not eager's")
+                del found
+                if backward:
+                    forward = partial(inside, forwards[name])
+                    memory[name] = measure.saved_and_peak(forward, lambda out: out.backward(mlp.grad))
+                calls[name] = partial(step, forwards[name])
+        except Exception as error:  # what does not run here is left out, with its words
+            reason = training.words(error)
+        if reason is not None:
+            left[name] = reason
+    if ON_GPU and not backward:
+        figures = measure.compare_in_graphs(calls, given.rounds, given.seconds * 1e6)
+    else:
+        figures = training.timed(calls, clock, given)
+    for name, (saved, peak) in memory.items():
+        figures[name] |= {"saved": saved / 2**20, "peak": peak / 2**20}
+    return {"providers": figures, "left": left}
+
+
+def of_experts(sizes: Sizes, tokens: int, backward: bool, fused_mlp, clock: training.Clock, given) -> dict:
+    """Figures of a layer's experts, with the gradients of x, of the routing weights and of the adapters."""
+    (width, hidden, rank), (experts, top_k) = sizes.experts, sizes.mixture
+    options = {"hidden_size": width, "moe_intermediate_size": hidden, "num_experts": experts}
+    config = transformers.Qwen3MoeConfig(**options, num_experts_per_tok=top_k)
+    config._experts_implementation = "grouped_mm"
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        layer = nn.ModuleDict({"experts": Qwen3MoeExperts(config)}).bfloat16()
+        x, weights = torch.randn(tokens, width).bfloat16(), torch.rand(tokens, top_k)
+        index = torch.rand(tokens, experts).topk(top_k).indices
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    targets = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    adapted = peft.LoraConfig(r=rank, lora_alpha=2 * rank, init_lora_weights=False, **targets)
+    layer = peft.inject_adapter_in_model(adapted, layer).bfloat16().train(backward)
+    modules = {"eager": layer, "ours": copy.deepcopy(layer)}
+    report = str(fused_mlp.fuse_mlps(modules["ours"])).splitlines()[0]
+    base = layer["experts"].get_base_layer()
+    frozen = [parameter.detach() for parameter in (base.gate_up_proj, base.down_proj)]
+    forwards = {name: (module["experts"], list(module.parameters())) for name, module in modules.items()}
+    forwards["ours-base"] = (lambda *routed: fused_mlp.experts_mlp(*routed, *frozen)), []
+    grad = torch.randn_like(x)
+    calls, memory = {}, {}
+    for name in given.providers:
+        if name not in forwards:
+            continue
+        function, parameters = forwards[name]
+        leaves = [each.detach().requires_grad_(backward) for each in (x, weights)]
+        trained = [*leaves, *(parameter for parameter in parameters if parameter.requires_grad)]
+
+        def forward(function=function, leaves=leaves) -> Tensor:
+            with torch.set_grad_enabled(backward):
+                return function(leaves[0], index, leaves[1])
+
+        def back(out: Tensor, trained=trained) -> None:
+            torch.autograd.grad(out, trained, grad)
+
+        if backward:
+            memory[name] = measure.saved_and_peak(forward, back)
+        calls[name] = partial(lambda forward, back: back(forward()), forward, back) if backward else forward
+    figures = training.timed(calls, clock, given)
+    for name, (saved, peak) in memory.items():
+        figures[name] |= {"saved": saved / 2**20, "peak": peak / 2**20}
+    return {"providers": figures, "left": {}, "reports": {"ours": report}}
+
+
+def of_step(sizes: Sizes, adapters: Adapters, fused_mlp, clock: training.Clock, given) -> dict:
+    """A step of a Llama, fused and not."""
+    reports = {}
+
+    def build() -> nn.Module:
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes.model, use_cache=False))
+
+    def make(variant: str) -> training_models.Step:
+        model = training_models.built(build, torch.bfloat16)
+        options = {"r": 16, "lora_alpha": 32, "lora_dropout": adapters.dropout, "target_modules": "all-linear"}
+        config = peft.LoraConfig(**options, init_lora_weights=False)
+        model = peft.get_peft_model(model, config, autocast_adapter_dtype=adapters.dtype is torch.float32).train()
+        if variant == "ours":
+            reports[variant] = str(fused_mlp.fuse_mlps(model)).splitlines()[0]
+        return training_models.Step(model, *sizes.batch, adapters.autocast)
+
+    take_turns = partial(training.timed, clock=clock, given=given)
+    found = training_models.of_variants(make, ("eager", "ours"), given.copies, take_turns)
+    return {"providers": found, "left": {}, "reports": reports}
+
+
+def run(given) -> dict:
+    fused_mlp = kernels.get_kernel(project.repo_id(), version=project.version(), backend=DEVICE, trust_remote_code=True)
+    sizes = SIZES["quick" if given.quick else DEVICE]
+    versions = {library.__name__: library.__version__ for library in (peft, transformers)}
+    found = {"machine": {**measure.machine(), **versions}, "results": []}
+    points = [("mlp", shape, adapters) for shape in sizes.trained for adapters in TRAINED]
+    points += [("inference", shape, PLAIN) for shape in sizes.inference]
+    points += [("step", sizes.batch, adapters) for adapters in STEPS]
+    shapes = {tokens: (tokens, *sizes.experts) for tokens in sizes.tokens}
+    points += [("experts", shapes[max(shapes)], PLAIN)]
+    points += [("experts in inference", shape, PLAIN) for shape in shapes.values()]
+    points = [point for point in points if point[0] in given.parts]
+    clock = training.Clock(given.minutes, len(points))
+    with tqdm(points, disable=None) as progress:
+        for part, shape, adapters in progress:
+            progress.set_description(f"{part} {shape}, {adapters}")
+            clock.next_point()
+            result = {"part": part, "shape": shape, "adapters": str(adapters), "providers": {}}
+            try:
+                if part == "step":
+                    figures = of_step(sizes, adapters, fused_mlp, clock, given)
+                elif part.startswith("experts"):
+                    figures = of_experts(sizes, shape[0], part == "experts", fused_mlp, clock, given)
+                else:
+                    figures = of_mlp(shape, adapters, part == "mlp", fused_mlp, clock, given)
+            except Exception as error:  # the points that are there already are worth more than one that is not
+                figures = {"left": {"all": training.words(error)}}
+            found["results"].append(result | figures)
+            gc.collect()
+            torch._dynamo.reset()
+            if ON_GPU:
+                torch.cuda.empty_cache()
+            given.out.parent.mkdir(parents=True, exist_ok=True)
+            given.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, help="of the MLP")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes")
+    parser.add_argument("--copies", type=int, default=2, help="fresh instances of a model's variants")
+    parser.add_argument("--rounds", type=int, help="turns of every provider")
+    parser.add_argument("--seconds", type=float, help="length of a turn")
+    parser.add_argument("--minutes", type=float, default=9.0, help="of the whole run; 0 for as long as it takes")
+    parser.add_argument("--from", dest="source", type=Path, help="show what such a run has written; measure nothing")
+    parser.add_argument("--out", type=Path, default=Path("build/adapters"))
+    given = parser.parse_args()
+    given.rounds = given.rounds or (2 if given.quick else 5)
+    given.seconds = given.seconds or (0.01 if given.quick else 0.1)
+    given.providers = given.providers or PROVIDERS[: -1 if given.quick else None]
+    transformers.utils.logging.set_verbosity_error()
+    found = json.loads(given.source.read_text()) if given.source else run(given)
+    training.print_table(found, "LoRA", plots.case_of)
+    plots.adapters(found["results"], found["machine"].get("gpu") or found["machine"]["cpu"], given.out)
+
+
+if __name__ == "__main__":
+    main()
