@@ -194,6 +194,11 @@ __device__ __forceinline__ void store_shared(uint32_t address, uint32_t v) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
 
+__device__ __forceinline__ void store_shared_uint4(uint32_t address, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
 // Waits until at most `kPending` committed groups of stores still read their shared memory.
 template <int kPending>
 __device__ __forceinline__ void tma_store_wait_read() {
