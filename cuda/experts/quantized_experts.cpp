@@ -289,7 +289,11 @@ std::string plan_quantized_experts(const Tensor& x, int64_t top_k, int64_t exper
   const bool rounds = many_rows && fp8;
   const GroupedPlan plan = many_rows && !rounds ? plan_fitted_stack(routes) : plan_stack(routes);
   for (int layer = 0; layer < 2; ++layer) {
-    record.layer().set("implementation", "quantized").set("kernel", rounds ? "scaled" : many_rows ? "tiled" : "streamed");
+    record.layer()
+        .set("implementation", "quantized")
+        .set("kernel", rounds      ? "scaled"
+                       : many_rows ? "tiled"
+                                   : "streamed");
     record.set("block_m", rounds ? kScaledTile : plan.rows);
     record.set("split_k", 1);
   }

@@ -14,8 +14,7 @@ cudaError_t launch(const CodedExperts& p, const GroupedPlan& plan, const Gpu& gp
   const GemmProblem& g = layer.gemm;
   FittedStackArgs args{};
   sm90::FittedGemmArgs& gemm = args.gemm;
-  bool mapped =
-      sm90::encode_tensor_map(&gemm.out, g.dtype, g.out, plan.sorted_rows, g.n, Gemm::kBoxRows, Gemm::kBoxN);
+  bool mapped = sm90::encode_tensor_map(&gemm.out, g.dtype, g.out, plan.sorted_rows, g.n, Gemm::kBoxRows, Gemm::kBoxN);
   for (int box = 0; box < sm90::kFittedBoxes; ++box) {
     mapped = mapped && sm90::encode_tensor_map(&gemm.a[box], g.dtype, g.a, plan.sorted_rows, g.k, kFittedStep << box,
                                                Gemm::kBlockK);

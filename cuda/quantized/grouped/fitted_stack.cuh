@@ -1,9 +1,9 @@
-// The grouped product of many rows with weights of MXFP4, for Hopper: the fitted loop (../../sm90/dense/fitted_gemm.cuh),
-// whose producer warps decode the weights of a stage while the tensor cores multiply those before it. A decoded weight
-// is in shared memory alone.
+// The grouped product of many rows with weights of MXFP4, for Hopper: the fitted loop
+// (../../sm90/dense/fitted_gemm.cuh), whose producer warps decode the weights of a stage while the tensor cores
+// multiply those before it. A decoded weight is in shared memory alone.
 //
-// Each warp has 32 weight rows of a tile. It copies their codes a few units ahead of those that it decodes, from tile to
-// tile, and a lane decodes a row.
+// Each warp has 32 weight rows of a tile. It copies their codes a few units ahead of those that it decodes, from tile
+// to tile, and a lane decodes a row.
 #pragma once
 
 #include "../../sm80/ptx.cuh"
@@ -122,8 +122,8 @@ struct StackUnits {
 
 // Run by Gemm::kProducers threads.
 template <typename Gemm>
-__device__ __forceinline__ void produce_decoded(const FittedStackArgs& args,
-                                                const sm90::TiledGemmShared<Gemm>& shared, uint32_t ring, int tiles) {
+__device__ __forceinline__ void produce_decoded(const FittedStackArgs& args, const sm90::TiledGemmShared<Gemm>& shared,
+                                                uint32_t ring, int tiles) {
   using Decoder = typename Gemm::Decoder;
   constexpr int kAhead = Gemm::kUnits - 1;
   const bool first = threadIdx.x % Gemm::kProducers == 0;
@@ -181,8 +181,7 @@ __device__ __forceinline__ void produce_decoded(const FittedStackArgs& args,
 #endif
 
 template <typename Gemm>
-__global__ void __launch_bounds__(Gemm::kThreads, 1)
-    fitted_stack_kernel(const __grid_constant__ FittedStackArgs args) {
+__global__ void __launch_bounds__(Gemm::kThreads, 1) fitted_stack_kernel(const __grid_constant__ FittedStackArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ uint8_t raw_shared[];
   const sm90::TiledGemmShared<Gemm> shared(raw_shared);
