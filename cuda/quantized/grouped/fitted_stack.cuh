@@ -22,10 +22,12 @@ template <Product kProduct_>
 struct FittedStack : sm90::FittedGemm<__nv_bfloat16, kProduct_> {
   using Fitted = sm90::FittedGemm<__nv_bfloat16, kProduct_>;
   using Decoder = StackDecoder<__nv_bfloat16, StackCoding::kMxfp4>;
+  static constexpr bool kFences = true;
   static constexpr float kUnscale = Decoder::kUnscale;
   static constexpr int kStages = 4;
   static constexpr int kProducers = 128;
   static_assert(kProducers == Fitted::kWeightRows, "a lane has a row");
+  static_assert(kProducers / 32 == sm90::kFittedBoxes, "a warp brings the rows of a box");
   static constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
 
   // A unit of codes is two blocks of k.
@@ -126,8 +128,7 @@ __device__ __forceinline__ void produce_decoded(const FittedStackArgs& args, con
                                                 uint32_t ring, int tiles) {
   using Decoder = typename Gemm::Decoder;
   constexpr int kAhead = Gemm::kUnits - 1;
-  const bool first = threadIdx.x % Gemm::kProducers == 0;
-  const int row = threadIdx.x % Gemm::kProducers;
+  const int row = threadIdx.x % Gemm::kProducers, box_rows = kFittedStep << row / 32;
   StackUnits<Gemm> copies(args, ring, tiles);
   for (int i = 0; i < kAhead; ++i) copies.start();
   if (args.gemm.starts_early) wait_for_previous_kernel();
@@ -146,28 +147,34 @@ __device__ __forceinline__ void produce_decoded(const FittedStackArgs& args, con
         __syncwarp();  // what other lanes have copied
         scales = sm80::load_shared(copies.scale_slot(slot));
       }
+      const uint32_t from = copies.code_slot(slot) + row * Gemm::kUnitRowBytes;
+      uint4 words[2];
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        words[part] =
+            sm80::load_shared_uint4(from + Decoder::template swizzled<Gemm::kPieces>(row, half * 2 + part) * 16);
+      }
       const uint32_t full = shared.full(at.stage);
       sm90::mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
-      if (first) {
-        sm90::mbarrier_arrive_expect(full, tile.height * Gemm::kRowBytes);
-        sm90::load_fitted_rows<Gemm>(args.gemm.a, full, shared.a(at.stage), block * Gemm::kBlockK, tile);
+      if (row % 32 == 0 && (tile.height & box_rows) != 0) {
+        const int first = tile.height & -2 * box_rows;  // larger boxes come before
+        sm90::mbarrier_expect(full, box_rows * Gemm::kRowBytes);
+        sm90::tma_load(&args.gemm.a[row / 32], full, shared.a(at.stage) + first * Gemm::kRowBytes,
+                       block * Gemm::kBlockK, tile.row + first);
       }
       const uint32_t both = Decoder::both_scales(scales);
       scales >>= 16;
-      const uint32_t from = copies.code_slot(slot) + row * Gemm::kUnitRowBytes;
       const uint32_t to = shared.b(at.stage) + row * Gemm::kRowBytes;
 #pragma unroll
       for (int part = 0; part < 2; ++part) {
-        const int piece = Decoder::template swizzled<Gemm::kPieces>(row, half * 2 + part);
-        const uint4 words = sm80::load_shared_uint4(from + piece * 16);
         const uint32_t of_part = Decoder::scales_of(both, part);
-        const uint32_t word[4] = {words.x, words.y, words.z, words.w};
+        const uint32_t word[4] = {words[part].x, words[part].y, words[part].z, words[part].w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {  // in the TMA's swizzle
           sm90::store_shared_uint4(to + ((part * 4 + i) ^ row % 8) * 16, Decoder::decode_word(word[i], of_part));
         }
       }
-      sm90::fence_shared_to_async();
+      // A fence for the tensor cores would wait for the copies on their way: it is left to those who multiply.
       __syncwarp();
       if (row % 32 == 0) sm90::mbarrier_arrive(full);
       if (half + 1 == Gemm::kUnitBlocks || block + 1 == args.gemm.k_blocks) {
@@ -187,7 +194,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1) fitted_stack_kernel(const _
   const sm90::TiledGemmShared<Gemm> shared(raw_shared);
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Gemm::kStages; ++stage) {
-      sm90::mbarrier_init(shared.full(stage), 1 + Gemm::kProducers / 32);
+      sm90::mbarrier_init(shared.full(stage), Gemm::kProducers / 32);
       sm90::mbarrier_init(shared.empty(stage), 4);  // one arrival per warp
     }
     sm90::fence_mbarrier_init();

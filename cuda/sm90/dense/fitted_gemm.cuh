@@ -58,6 +58,7 @@ struct FittedGemm {
   static constexpr bool kKept = is_kept(kProduct);
   static constexpr bool kOuter = false;
   static constexpr bool kGathers = kGathers_;  // rows of a are those of tokens, where they lie
+  static constexpr bool kFences = kGathers;    // threads write to stages, too
   static constexpr float kUnscale = 1.0f;      // what sums are multiplied by
   static constexpr int kBlockK = sm90::kBlockK;
   static constexpr int kWeightRows = 128;
@@ -142,20 +143,6 @@ struct GatheredRows {
   }
 };
 
-// Brings a block of k of a tile's rows, by the maps of its boxes.
-template <typename Gemm>
-__device__ __forceinline__ void load_fitted_rows(const CUtensorMap (&maps)[kFittedBoxes], uint32_t full, uint32_t to,
-                                                 int k, const FittedPlace& tile) {
-  int row = 0;
-#pragma unroll
-  for (int box = kFittedBoxes - 1; box >= 0; --box) {
-    const int rows = kFittedStep << box;
-    if ((tile.height & rows) == 0) continue;
-    tma_load(&maps[box], full, to + row * Gemm::kRowBytes, k, tile.row + row);
-    row += rows;
-  }
-}
-
 // Run by one thread, or where rows are gathered by GatheredRows::kThreads. Weights for the first round of the ring are
 // read before the kernel is done that writes a, where this one starts early.
 template <typename Gemm>
@@ -208,7 +195,15 @@ __device__ __forceinline__ void produce_fitted(const FittedGemmArgs& args, const
         gathered.copy(full, shared.a(at.stage), k, tile.height);
         continue;
       }
-      load_fitted_rows<Gemm>(of_term ? args.rank_rows : args.a, full, shared.a(at.stage), k, tile);
+      int row = 0;
+#pragma unroll
+      for (int box = kFittedBoxes - 1; box >= 0; --box) {
+        const int rows = kFittedStep << box;
+        if ((tile.height & rows) == 0) continue;
+        tma_load(of_term ? &args.rank_rows[box] : &args.a[box], full, shared.a(at.stage) + row * Gemm::kRowBytes, k,
+                 tile.row + row);
+        row += rows;
+      }
     }
   }
 }
@@ -238,7 +233,7 @@ __device__ __forceinline__ void multiply_fitted(const TiledGemmShared<Gemm>& sha
   for (int block = 0; block < k_blocks; ++block) {
     mbarrier_wait(shared.full(at.stage), at.parity);
     if (block == k_blocks - 1) on_last_block();
-    if constexpr (Gemm::kGathers) fence_shared_to_async();  // what other threads have copied, before wgmma reads it
+    if constexpr (Gemm::kFences) fence_shared_to_async();  // what other threads have written, before wgmma reads it
     fence();
     wgmma_fence();
 #pragma unroll
