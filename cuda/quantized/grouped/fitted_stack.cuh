@@ -33,7 +33,7 @@ struct FittedStack : sm90::FittedGemm<__nv_bfloat16, kProduct_> {
   // A unit of codes is two blocks of k.
   static constexpr int kUnits = 5, kUnitBlocks = 2, kUnitK = kUnitBlocks * Fitted::kBlockK;
   static constexpr int kUnitRowBytes = kUnitK / 2, kPieces = kUnitRowBytes / 16;
-  static constexpr int kCodeBytes = Fitted::kWeightRows * kUnitRowBytes, kScaleBytes = Fitted::kWeightRows * 4;
+  static constexpr int kCodeBytes = Fitted::kWeightRows * kUnitRowBytes, kScaleBytes = Fitted::kWeightRows * 8;
   static constexpr int kOperandBytes = Fitted::kFixedBytes + kStages * Fitted::kStageBytes;
   static constexpr int kSharedBytes = kOperandBytes + kUnits * (kCodeBytes + kScaleBytes);
   static_assert(kSharedBytes <= 227 * 1024);
@@ -46,15 +46,13 @@ template <typename Gemm>
 struct StackUnits {
   static constexpr int kRowsOfPass = 32 / Gemm::kPieces, kPasses = 32 / kRowsOfPass;
   const FittedStackArgs& args;
-  const int tiles, units;    // units of a tile
-  const uint32_t ring;       // of codes, behind which the scales are
-  int index, unit = 0;       // of those that are copied next: a tile, and a unit of it
-  int slot = 0;              // for them
-  int last_slot = -1;        // of the scales in `pending`
-  uint32_t pending;          // a unit's scales of the lane's row: four bytes
-  const uint8_t* codes;      // of the tile's expert
-  int rows[kPasses];         // where the lane's parts of rows begin
-  const uint8_t* of_scales;  // of the lane's row
+  const int tiles, units;  // units of a tile
+  const uint32_t ring;     // of codes, behind which the scales are
+  int index, unit = 0;     // of those that are copied next: a tile, and a unit of it
+  int slot = 0;            // for them
+  const uint8_t* codes;    // of the tile's expert
+  int rows[kPasses];       // where the lane's parts of rows begin
+  int64_t scales;          // where those of the lane's row begin
 
   __device__ __forceinline__ StackUnits(const FittedStackArgs& args, uint32_t ring, int tiles)
       : args(args),
@@ -75,7 +73,7 @@ struct StackUnits {
   __device__ __forceinline__ static int first_row() { return threadIdx.x % Gemm::kProducers / 32 * 32; }
   __device__ __forceinline__ uint32_t code_slot(int at) const { return ring + at * Gemm::kCodeBytes; }
   __device__ __forceinline__ uint32_t scale_slot(int at) const {
-    return code_slot(Gemm::kUnits) + at * Gemm::kScaleBytes + threadIdx.x % Gemm::kProducers * 4;
+    return code_slot(Gemm::kUnits) + at * Gemm::kScaleBytes + threadIdx.x % Gemm::kProducers * 8;
   }
 
   __device__ __forceinline__ void aim() {
@@ -88,14 +86,17 @@ struct StackUnits {
       const int row = first_row() + pass * kRowsOfPass + lane / Gemm::kPieces;
       rows[pass] = weight_row(tile, row) * row_bytes + lane % Gemm::kPieces * 16;
     }
-    of_scales = static_cast<const uint8_t*>(args.weight.scales) + tile.expert * args.weight.scales_of_expert +
-                weight_row(tile, first_row() + lane) * args.weight.scale_stride;
+    scales = scales_of(tile);
+  }
+
+  // Where the scales of the lane's row of a tile begin: at any two bytes.
+  __device__ __forceinline__ int64_t scales_of(const sm90::FittedPlace& tile) const {
+    return tile.expert * args.weight.scales_of_expert +
+           weight_row(tile, threadIdx.x % Gemm::kProducers) * args.weight.scale_stride;
   }
 
   // Starts the copies of the next unit. They are a group also where there is none.
   __device__ __forceinline__ void start() {
-    if (last_slot >= 0) sm90::store_shared(scale_slot(last_slot), pending);
-    last_slot = -1;
     if (index < tiles) {
       const int lane = threadIdx.x % 32, first = unit * Gemm::kUnitBlocks, piece = lane % Gemm::kPieces;
       const bool whole = first + 1 < args.gemm.k_blocks;
@@ -107,10 +108,10 @@ struct StackUnits {
         const int to = row * Gemm::kUnitRowBytes + Gemm::Decoder::template swizzled<Gemm::kPieces>(row, piece) * 16;
         sm90::copy_async(code_slot(slot) + to, codes + rows[pass] + offset, present ? 16 : 0);
       }
-      const auto* const scales = reinterpret_cast<const uint16_t*>(of_scales) + first;
-      pending = __ldg(scales);
-      if (whole) pending |= static_cast<uint32_t>(__ldg(scales + 1)) << 16;
-      last_slot = slot;
+      // Words that hold the unit's four bytes: one where they begin at a multiple of four, else two.
+      const auto* const words = static_cast<const uint8_t*>(args.weight.scales) + (scales & -4) + unit * 4;
+      sm90::copy_word_async(scale_slot(slot), words);
+      if ((scales & 2) != 0 && whole) sm90::copy_word_async(scale_slot(slot) + 4, words + 4);
       slot = slot + 1 == Gemm::kUnits ? 0 : slot + 1;
       if (++unit == units) {
         unit = 0;
@@ -137,6 +138,7 @@ __device__ __forceinline__ void produce_decoded(const FittedStackArgs& args, con
 #pragma unroll 1
   for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
     const sm90::FittedPlace tile = sm90::fitted_place<Gemm>(args.gemm, index);
+    const int scale_shift = static_cast<int>(copies.scales_of(tile) & 2) * 8;
     uint32_t scales = 0;
 #pragma unroll 1
     for (int block = 0; block < args.gemm.k_blocks; ++block, at.advance()) {
@@ -145,7 +147,8 @@ __device__ __forceinline__ void produce_decoded(const FittedStackArgs& args, con
         copies.start();
         sm80::cp_async_wait<kAhead>();
         __syncwarp();  // what other lanes have copied
-        scales = sm80::load_shared(copies.scale_slot(slot));
+        const uint32_t words = copies.scale_slot(slot);
+        scales = __funnelshift_r(sm80::load_shared(words), sm80::load_shared(words + 4), scale_shift);
       }
       const uint32_t from = copies.code_slot(slot) + row * Gemm::kUnitRowBytes;
       uint4 words[2];
