@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1) fitted_stack_kernel(const _
   const int tiles = *args.gemm.fitted.count * args.gemm.tiles_n;
   if (threadIdx.x >= Gemm::kConsumers * 128) {
     sm90::shrink_registers<Gemm::kProducerRegisters>();
-    produce_decoded<Gemm>(args, shared, shared.full(0) + 256, tiles);
+    produce_decoded<Gemm>(args, shared, shared.ring + Gemm::kOperandBytes - Gemm::kAlignment, tiles);
   } else {
     sm90::grow_registers<Gemm::kConsumerRegisters>();
     sm90::consume_fitted<Gemm>(args.gemm, shared, tiles);
