@@ -29,7 +29,7 @@ _VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 # where no kernels of many rows take them (measured on an H200, as is the bound below).
 MOST_ROWS: Dict[str, int] = {"fp8": 64, "mxfp4": 80}
 # Up to so many, kernels are those of few rows; those of more rows are Hopper's. Of FP8 they round x to FP8.
-MOST_FEW_ROWS: Dict[str, int] = {"fp8": 3, "mxfp4": 16}
+MOST_FEW_ROWS: Dict[str, int] = {"fp8": 3, "mxfp4": 28}
 
 
 class QuantizedStack(NamedTuple):
