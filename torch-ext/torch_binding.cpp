@@ -67,9 +67,9 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(
       "quantized_experts(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up, Tensor gate_up_scales, "
       "Tensor down, Tensor down_scales, int[] layouts, Tensor? gate_up_bias, Tensor? down_bias, int activation, "
-      "bool gated, bool interleaved, float? limit, float up_offset, bool rounds) -> Tensor");
+      "bool gated, bool interleaved, float? limit, float up_offset, bool many_rows) -> Tensor");
   ops.def("decoded_experts(Tensor data, Tensor scales, int[] layout, ScalarType dtype) -> Tensor");
-  ops.def("plan_quantized_experts(Tensor x, int top_k, int experts, bool rounds) -> str");
+  ops.def("plan_quantized_experts(Tensor x, int top_k, int experts, bool fp8, bool many_rows) -> str");
   ops.def(
       "plan_experts(Tensor x, Tensor gate_up_weight, Tensor down_weight, int top_k, bool transposed, bool "
       "trained) -> str");

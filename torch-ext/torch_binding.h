@@ -150,21 +150,21 @@ std::string plan_experts(const Tensor& x, const Tensor& gate_up_weight, const Te
 // numbers of each: experts, out, in, and the rows and columns of a block. Of FP8 data is e4m3 [E, out, in] and scales
 // are float32, one of each block of each expert. Of MXFP4 data is bytes of two codes of e2m1, the first in the low
 // half, and scales are bytes [E, out, in / 32], exponents of two. Inputs are multiples of 64; blocks of FP8 have a
-// power of two of columns from 64 on, or all. Biases may be float32. With `rounds`, on Hopper, rows of x and hidden
-// values are rounded to e4m3 in groups of 128 columns: for FP8 in blocks of multiples of 128 x 128, without biases,
-// limits and alternating gates and ups.
+// power of two of columns from 64 on, or all. Biases may be float32. With `many_rows`, on Hopper, kernels are those of
+// many rows of an expert. Of FP8 they round rows of x and hidden values to e4m3 in groups of 128 columns: for blocks of
+// multiples of 128 x 128, without biases, limits and alternating gates and ups.
 Tensor quantized_experts(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights, const Tensor& gate_up,
                          const Tensor& gate_up_scales, const Tensor& down, const Tensor& down_scales,
                          const std::vector<int64_t>& layouts, const OptionalTensor& gate_up_bias,
                          const OptionalTensor& down_bias, int64_t activation, bool gated, bool interleaved,
-                         std::optional<double> limit, double up_offset, bool rounds);
+                         std::optional<double> limit, double up_offset, bool many_rows);
 
 // Such weights as a tensor [E, out, in], of any inputs and blocks, whatever `dtype` is.
 Tensor decoded_experts(const Tensor& data, const Tensor& scales, const std::vector<int64_t>& layout,
                        torch::headeronly::ScalarType dtype);
 
 // The record of how quantized_experts would be computed, as `plan` gives it for the other ops.
-std::string plan_quantized_experts(const Tensor& x, int64_t top_k, int64_t experts, bool rounds);
+std::string plan_quantized_experts(const Tensor& x, int64_t top_k, int64_t experts, bool fp8, bool many_rows);
 
 // The router of a mixture, for tokens x [T, in] and a weight [experts, in]: the logits [T, experts], the softmax of the
 // top_k largest [T, top_k], in float32 or where `narrow` in the dtype of x, and the experts that they are of, in int64.

@@ -73,7 +73,7 @@ def called(fused_mlp, mixture: Mixture, x: Tensor, shares: Tensor, weights: list
 def decoded_first(fused_mlp, call: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
     """The same, with no kernel that reads codes."""
     operands = sys.modules[f"{fused_mlp.__name__}.quantized.experts"]
-    none = {"MOST_ROWS": dict.fromkeys(operands.FORMATS, 0), "MOST_EXACT_ROWS": 1 << 40}
+    none = {"MOST_ROWS": dict.fromkeys(operands.FORMATS, 0), "MOST_FEW_ROWS": dict.fromkeys(operands.FORMATS, 1 << 40)}
 
     def run(index: Tensor) -> object:
         with unittest.mock.patch.multiple(operands, **none):

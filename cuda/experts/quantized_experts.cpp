@@ -166,7 +166,7 @@ Tensor quantized_experts(const Tensor& x, const Tensor& top_k_index, const Tenso
                          const Tensor& gate_up_scales, const Tensor& down, const Tensor& down_scales,
                          const std::vector<int64_t>& layouts, const OptionalTensor& gate_up_bias,
                          const OptionalTensor& down_bias, int64_t activation, bool gated, bool interleaved,
-                         std::optional<double> limit, double up_offset, bool rounds) {
+                         std::optional<double> limit, double up_offset, bool many_rows) {
   check_activation(activation);
   STD_TORCH_CHECK(layouts.size() == 2 * kLayout, "layouts must have ", kLayout, " numbers of each weight");
   const GivenStack first_weight(gate_up, gate_up_scales, layouts, 0),
@@ -191,9 +191,10 @@ Tensor quantized_experts(const Tensor& x, const Tensor& top_k_index, const Tenso
   if (out.numel() == 0) return out;
   const TensorRows rows = addressable_rows(x);
   const cudaStream_t stream = current_stream(x);
-  GroupedPlan plan = plan_stack(routes);
+  STD_TORCH_CHECK(!many_rows || (device.major == 9 && device.minor == 0), "many rows are those of Hopper GPUs alone");
+  const bool rounds = many_rows && first_weight.fp8(), fits = many_rows && !rounds;
+  GroupedPlan plan = fits ? plan_fitted_stack(routes) : plan_stack(routes);
   if (rounds) {
-    STD_TORCH_CHECK(device.major == 9 && device.minor == 0, "rows are rounded on Hopper GPUs alone");
     STD_TORCH_CHECK(!gate_up_bias && !down_bias && !limit && up_offset == 0.0 && !interleaved,
                     "rows are rounded for experts without biases, limits and alternating gates and ups");
     plan = {MainLoop::kTiled, true, kScaledTile, row_tiles(routes, kScaledTile), 1};
@@ -201,6 +202,7 @@ Tensor quantized_experts(const Tensor& x, const Tensor& top_k_index, const Tenso
   }
   const int64_t slots = plan.sorts ? plan.sorted_rows : routes.slots();
   const Tensor results = new_dense(x, {slots, second_weight.rows});
+  const Tensor sorted = fits ? new_dense(x, {slots, rows.cols}) : Tensor();
   RowSort sort{routes, matrix(rows), rows.cols, rounds ? kScaledTile : kFittedStep};
   sort.tile_rows = plan.rows;
   const int64_t of_tile = rounds ? sizeof(int) : sizeof(FittedTile);
@@ -217,7 +219,11 @@ Tensor quantized_experts(const Tensor& x, const Tensor& top_k_index, const Tenso
       sort.tile_count = count;
     }
     sort.row_of_slot = count + 1;
-    sort.token_of_row = sort.row_of_slot + routes.slots();
+    if (fits) {
+      sort.sorted = sorted.mutable_data_ptr();
+    } else {
+      sort.token_of_row = sort.row_of_slot + routes.slots();
+    }
     if (rounds) sort.taken = sort.token_of_row + slots;
     check(launch_row_sort(sort, device, stream));
   }
@@ -230,18 +236,19 @@ Tensor quantized_experts(const Tensor& x, const Tensor& top_k_index, const Tenso
     CodedExperts first = layer_of(first_weight, gate_up_bias, parts, interleaved, routes, routes.top_k);
     CodedExperts second = layer_of(second_weight, down_bias, 1, false, routes, 1);
     for (CodedExperts* layer : {&first, &second}) layer->layer.fitted = {sort.tiles, sort.tile_count};
-    if (plan.sorts) first.layer.gather = {matrix(rows), rows.cols, sort.token_of_row};
+    if (plan.sorts && !fits) first.layer.gather = {matrix(rows), rows.cols, sort.token_of_row};
     if (limit) first.layer.limits.limit = static_cast<float>(*limit);
     first.layer.limits.up_offset = static_cast<float>(up_offset);
-    first.layer.gemm.a = matrix(rows);
+    first.layer.gemm.a = fits ? Matrix{sort.sorted, rows.cols} : matrix(rows);
     first.layer.gemm.epilogue.activation = activation;
     first.layer.gemm.out.data = hidden_rows.mutable_data_ptr();
     second.layer.gemm.a = {hidden_rows.mutable_data_ptr(), hidden};
     second.layer.gemm.epilogue.activation = static_cast<int64_t>(Activation::kLinear);
     second.layer.gemm.out.data = results.mutable_data_ptr();
     second.layer.gemm.ctas_before = device.multiprocessors;
-    check(launch_stack(first, plan, device, stream));
-    check(launch_stack(second, plan, device, stream));
+    const auto launch = fits ? launch_fitted_stack : launch_stack;
+    check(launch(first, plan, device, stream));
+    check(launch(second, plan, device, stream));
   }
   const WeightedSum sum{routes,
                         results.const_data_ptr(),
@@ -274,14 +281,19 @@ Tensor decoded_experts(const Tensor& data, const Tensor& scales, const std::vect
   return out;
 }
 
-std::string plan_quantized_experts(const Tensor& x, int64_t top_k, int64_t experts, bool rounds) {
+std::string plan_quantized_experts(const Tensor& x, int64_t top_k, int64_t experts, bool fp8, bool many_rows) {
   STD_TORCH_CHECK(x.dim() == 2 && top_k > 0 && x.size(0) > 0, "operands must be those of a call");
   check_size(x.size(0) * top_k, experts);
   const Routes routes{nullptr, 8, static_cast<int>(x.size(0)), static_cast<int>(top_k), static_cast<int>(experts)};
   PlanRecord record;
-  const GroupedPlan plan = plan_stack(routes);
+  const bool rounds = many_rows && fp8;
+  const GroupedPlan plan = many_rows && !rounds ? plan_fitted_stack(routes) : plan_stack(routes);
   for (int layer = 0; layer < 2; ++layer) {
-    record.layer().set("implementation", "quantized").set("kernel", rounds ? "scaled" : "streamed");
+    record.layer()
+        .set("implementation", "quantized")
+        .set("kernel", rounds      ? "scaled"
+                       : many_rows ? "tiled"
+                                   : "streamed");
     record.set("block_m", rounds ? kScaledTile : plan.rows);
     record.set("split_k", 1);
   }

@@ -103,6 +103,11 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// Without an arrival: bytes that are to come in this phase.
+__device__ __forceinline__ void mbarrier_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"
@@ -192,6 +197,11 @@ __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk
 
 __device__ __forceinline__ void store_shared(uint32_t address, uint32_t v) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_uint4(uint32_t address, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
 }
 
 // Waits until at most `kPending` committed groups of stores still read their shared memory.

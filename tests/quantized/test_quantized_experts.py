@@ -156,16 +156,30 @@ def test_shapes(fused_mlp, device, tokens, k, experts, sizes, block, dtype, form
         check(fused_mlp, made, format, "quick_gelu" if "limit" in form else "silu", block, **form)
 
 
-@pytest.mark.parametrize("rows", [(0, 1, 63, 64), (65, 0, 128, 129), (255, 17, 16, 192)], ids=str)
-def test_rows_of_an_expert(fused_mlp, device, rows):
-    """Tiles of many rows that are filled, half filled, and cut; the same bits again."""
+# Those of experts, whose tiles are filled, half filled, and cut.
+ROWS = [(0, 1, 63, 64), (65, 0, 128, 129), (255, 17, 16, 192), (193, 400, 31, 177)]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("rows", ROWS, ids=str)
+def test_rows_of_an_expert(fused_mlp, device, rows, format):
+    """Tiles of many rows; the same bits again, and of MXFP4 those of the decoded weights."""
     count = sum(rows)
-    for form in ({}, {"gated": False}):
-        made = drawn_tokens(count, 1, len(rows), (448, 384, 264), device=device, **form)
+    for form in ({}, {"gated": False}, {"interleaved": True, **GPT_OSS}):
+        biased = format == "mxfp4" and "gated" not in form
+        made = drawn_tokens(count, 1, len(rows), (448, 384, 264), device=device, biases=biased, **form)
         index = torch.arange(len(rows)).repeat_interleave(torch.tensor(rows))[torch.randperm(count)]
         made |= {"top_k_index": index[:, None].to(device), "top_k_weights": torch.rand(count, 1, device=device)}
-        given, result = check(fused_mlp, made, "fp8", **form)
-        assert torch.equal(fused_mlp.experts_mlp(**given, **form), result)
+        if biased:
+            made["down_bias"] = made["down_bias"].float()
+        activation = "quick_gelu" if "limit" in form else "silu"
+        given, result = check(fused_mlp, made, format, activation, **form)
+        assert torch.equal(fused_mlp.experts_mlp(**given, activation=activation, **form), result)
+        if format == "mxfp4" and device.type == "cuda" and count > 96 * len(rows):
+            stacks = ("gate_up_weight", "down_weight")
+            wide = given | {name: given[name].dequantize(torch.bfloat16) for name in stacks}
+            wide |= {name: wide[name].bfloat16() for name in wide if name.endswith("_bias")}
+            assert torch.equal(fused_mlp.experts_mlp(**wide, activation=activation, **form), result)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -57,11 +57,10 @@ struct StackDecoder<__nv_bfloat16, StackCoding::kMxfp4> {
   template <int kPieces>
   static __device__ __forceinline__ void decode(uint32_t (&pairs)[8], const uint8_t* codes, int row, int block,
                                                 int quarter, RawScales raw) {
-    // Both exponents, whose bias is that of bfloat16: less 32, and what the bits of codes lack.
-    const uint32_t exponents = __vminu2(__byte_perm(raw, 0, 0x4140) + 0x005E005Eu, 0x00FF00FFu) << 7;
+    const uint32_t both = both_scales(raw);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint32_t scales = __byte_perm(exponents, 0, half == 0 ? 0x1010 : 0x3232);
+      const uint32_t scales = scales_of(both, half);
       const uint8_t* const piece = codes + swizzled<kPieces>(row, block * 2 + half) * 16;
       const uint32_t word = *reinterpret_cast<const uint32_t*>(piece + quarter * 4);
       decode_pairs(pairs + half * 4, word, scales);
@@ -80,6 +79,23 @@ struct StackDecoder<__nv_bfloat16, StackCoding::kMxfp4> {
   }
   static __device__ __forceinline__ RawScales load(const CodedStack& weight, int at, int block) {
     return __ldg(reinterpret_cast<const uint16_t*>(static_cast<const uint8_t*>(weight.scales) + at) + block);
+  }
+
+  // Of a block's halves, exponents whose bias is that of bfloat16: less 32, and what the bits of codes lack.
+  static __device__ __forceinline__ uint32_t both_scales(RawScales raw) {
+    return __vminu2(__byte_perm(raw, 0, 0x4140) + 0x005E005Eu, 0x00FF00FFu) << 7;
+  }
+  static __device__ __forceinline__ uint32_t scales_of(uint32_t both, int half) {
+    return __byte_perm(both, 0, half == 0 ? 0x1010 : 0x3232);
+  }
+
+  // The eight values of a word in their order.
+  static __device__ __forceinline__ uint4 decode_word(uint32_t word, uint32_t scales) {
+    uint32_t pairs[4];
+    decode_pairs(pairs, word, scales);
+    decode_pairs(pairs + 2, word >> 8, scales);
+    return make_uint4(__byte_perm(pairs[0], pairs[1], 0x5410), __byte_perm(pairs[2], pairs[3], 0x5410),
+                      __byte_perm(pairs[0], pairs[1], 0x7632), __byte_perm(pairs[2], pairs[3], 0x7632));
   }
 
  private:

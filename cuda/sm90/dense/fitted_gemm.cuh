@@ -46,6 +46,7 @@ struct FittedGemmArgs {
   bool follows_sort;  // starts before the kernel is done that writes the tiles
   bool starts_early;  // starts before the kernel is done that writes a
   bool reads_once;    // weights that no other tile reads
+  bool float_bias;    // biases are float; else they are of the dtype of a
 };
 
 template <typename Element_, Product kProduct_, bool kGathers_ = false>
@@ -57,6 +58,8 @@ struct FittedGemm {
   static constexpr bool kKept = is_kept(kProduct);
   static constexpr bool kOuter = false;
   static constexpr bool kGathers = kGathers_;  // rows of a are those of tokens, where they lie
+  static constexpr bool kFences = kGathers;    // threads write to stages, too
+  static constexpr float kUnscale = 1.0f;      // what sums are multiplied by
   static constexpr int kBlockK = sm90::kBlockK;
   static constexpr int kWeightRows = 128;
   static constexpr int kMmas = 2;
@@ -70,8 +73,9 @@ struct FittedGemm {
   // Results leave in boxes of a warp's 16 columns and 16 rows. The code of the epilogue covers a chunk of rows.
   static constexpr int kStepN = 16, kBoxN = 16, kBoxRows = 16;
   static constexpr int kChunk = 96;
-  static constexpr int kBytesA = kMostFittedRows * kBlockK * sizeof(Element);
-  static constexpr int kBytesB = kWeightRows * kBlockK * sizeof(Element);
+  static constexpr int kRowBytes = kBlockK * sizeof(Element);
+  static constexpr int kBytesA = kMostFittedRows * kRowBytes;
+  static constexpr int kBytesB = kWeightRows * kRowBytes;
   static constexpr int kStageBytes = kBytesA + kBytesB;
   static constexpr int kBoxBytes = kBoxRows * kBoxN * sizeof(Element);
   static constexpr int kStoreBytes = kBoxBytes;
@@ -144,7 +148,6 @@ struct GatheredRows {
 template <typename Gemm>
 __device__ __forceinline__ void produce_fitted(const FittedGemmArgs& args, const TiledGemmShared<Gemm>& shared,
                                                int tiles) {
-  constexpr int kRowBytes = Gemm::kBlockK * sizeof(typename Gemm::Element);
   const bool first = threadIdx.x == Gemm::kConsumers * 128;
   [[maybe_unused]] GatheredRows gathered{args.gather};
   const auto load_weights = [&](const FittedPlace& tile, int stage, int block) {
@@ -152,7 +155,7 @@ __device__ __forceinline__ void produce_fitted(const FittedGemmArgs& args, const
     const bool of_term = block >= args.own_blocks;
     const int k = (of_term ? block - args.own_blocks : block) * Gemm::kBlockK;
     const int row = tile.expert * (of_term ? args.rank_weight_rows : args.weight_rows) + tile.column;
-    mbarrier_arrive_expect(full, Gemm::kBytesB + (Gemm::kGathers ? 0 : tile.height * kRowBytes));
+    mbarrier_arrive_expect(full, Gemm::kBytesB + (Gemm::kGathers ? 0 : tile.height * Gemm::kRowBytes));
     const auto load_part = [&](const CUtensorMap* weight, int part) {
       const uint32_t to = shared.b(stage) + part * (Gemm::kBytesB / 2);
       if (args.reads_once) {
@@ -197,7 +200,7 @@ __device__ __forceinline__ void produce_fitted(const FittedGemmArgs& args, const
       for (int box = kFittedBoxes - 1; box >= 0; --box) {
         const int rows = kFittedStep << box;
         if ((tile.height & rows) == 0) continue;
-        tma_load(of_term ? &args.rank_rows[box] : &args.a[box], full, shared.a(at.stage) + row * kRowBytes, k,
+        tma_load(of_term ? &args.rank_rows[box] : &args.a[box], full, shared.a(at.stage) + row * Gemm::kRowBytes, k,
                  tile.row + row);
         row += rows;
       }
@@ -230,7 +233,7 @@ __device__ __forceinline__ void multiply_fitted(const TiledGemmShared<Gemm>& sha
   for (int block = 0; block < k_blocks; ++block) {
     mbarrier_wait(shared.full(at.stage), at.parity);
     if (block == k_blocks - 1) on_last_block();
-    if constexpr (Gemm::kGathers) fence_shared_to_async();  // what other threads have copied, before wgmma reads it
+    if constexpr (Gemm::kFences) fence_shared_to_async();  // what other threads have written, before wgmma reads it
     fence();
     wgmma_fence();
 #pragma unroll
@@ -270,7 +273,8 @@ __device__ __forceinline__ float2 fitted_biases(const FittedGemmArgs& args, cons
   if (biases == nullptr) return make_float2(0.0f, 0.0f);
   const auto at = [&](int column) {  // past the end nothing is stored
     const int64_t index = expert * args.bias_stride + min(column, args.n - 1) * args.bias_step;
-    return static_cast<float>(__ldg(static_cast<const Element*>(biases) + index));
+    return args.float_bias ? __ldg(static_cast<const float*>(biases) + index)
+                           : static_cast<float>(__ldg(static_cast<const Element*>(biases) + index));
   };
   return make_float2(at(column), at(column + 8));
 }
@@ -316,7 +320,8 @@ __device__ __forceinline__ void store_fitted(const FittedGemmArgs& args, Accumul
           const int mma = operand == Operand::kUp ? 1 : output;
 #pragma unroll
           for (int i = 0; i < kCount; ++i) {
-            const float sum = accumulator[mma][step * kCount + i] + (i / 2 % 2 == 0 ? biases[mma].x : biases[mma].y);
+            const float bias = i / 2 % 2 == 0 ? biases[mma].x : biases[mma].y;
+            const float sum = fmaf(accumulator[mma][step * kCount + i], Gemm::kUnscale, bias);
             take(i, Gemm::kGated ? limited(args.limits, operand, sum) : sum);
           }
         };

@@ -237,9 +237,9 @@ def plan_experts(call: ExpertsCall) -> Tuple[plans.Part, ...]:
     return plans.parsed(call.record(), layers)
 
 
-def plan_quantized_experts(x: Tensor, top_k: int, experts: int, rounds: bool) -> Tuple[plans.Part, ...]:
-    """The same for ``quantized_experts``."""
-    return plans.parsed(ops.plan_quantized_experts.default(x, top_k, experts, rounds), ("gate and up", "down"))
+def plan_quantized_experts(x: Tensor, *rest: Any) -> Tuple[plans.Part, ...]:
+    """The same for ``quantized_experts``; the arguments are those of the op ``plan_quantized_experts``."""
+    return plans.parsed(ops.plan_quantized_experts.default(x, *rest), ("gate and up", "down"))
 
 
 def plan_quantized(layers: Sequence[str], x: Tensor, *rest: Any) -> Tuple[plans.Part, ...]:

@@ -25,11 +25,11 @@ _MX_BLOCK = 32
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 
-# Up to so many rows an expert, on average, kernels read the codes; before more rows weights are decoded (measured on an
-# H200, as is the bound below).
+# Up to so many rows an expert, on average, kernels of few rows read the codes; before more rows weights are decoded
+# where no kernels of many rows take them (measured on an H200, as is the bound below).
 MOST_ROWS: Dict[str, int] = {"fp8": 64, "mxfp4": 80}
-# Up to so many, x is multiplied as it is; of more rows Hopper's kernels round it to FP8, where they take the weights.
-MOST_EXACT_ROWS = 3
+# Up to so many, kernels are those of few rows; those of more rows are Hopper's. Of FP8 they round x to FP8.
+MOST_FEW_ROWS: Dict[str, int] = {"fp8": 3, "mxfp4": 28}
 
 
 class QuantizedStack(NamedTuple):
@@ -151,16 +151,20 @@ def _by_op(given: Tuple[Any, ...], form: Form) -> Tensor:
     activation, gated, interleaved, _, limit, up_offset = form
     return native.quantized_experts(
         *(x, index, weights, *stored, layouts, *biases, activation, gated, interleaved, limit, up_offset),
-        _rounds(given, form),
+        _has_many_rows(given, form),
     )
 
 
-def _rounds(given: Tuple[Any, ...], form: Form) -> bool:
-    """True if a call is of many rows of FP8, which Hopper's kernels multiply by rows that are rounded to FP8 too."""
+def _has_many_rows(given: Tuple[Any, ...], form: Form) -> bool:
+    """True if a call is of many rows, and Hopper's kernels of them take it. Of FP8 they round rows to FP8 too."""
     x, index, _, gate_up, down, *biases = given
-    if gate_up.format != "fp8" or down.format != "fp8" or not native.is_hopper(x):
+    if gate_up.format != down.format or not native.is_hopper(x):
         return False
-    if index.numel() <= MOST_EXACT_ROWS * gate_up.shape[0] or any(bias is not None for bias in biases):
+    if index.numel() <= MOST_FEW_ROWS[gate_up.format] * gate_up.shape[0]:
+        return False
+    if gate_up.format == "mxfp4":
+        return True
+    if any(bias is not None for bias in biases):
         return False
     if form.interleaved or form.limit is not None or form.up_offset != 0:
         return False
@@ -246,7 +250,7 @@ def refusal(given: Tuple[Any, ...], form: Form) -> Optional[str]:
         return plans.REFUSALS["empty" if index.numel() == 0 else "many_experts"]
     if gate_up.format != down.format:
         return "weights of two formats"
-    if index.numel() > MOST_ROWS[gate_up.format] * experts and not _rounds(given, form):
+    if index.numel() > MOST_ROWS[gate_up.format] * experts and not _has_many_rows(given, form):
         return f"more than {MOST_ROWS[gate_up.format]} rows an expert"
     hidden = down.shape[2]
     if hidden % 64 or x.shape[-1] % 64 or down.shape[1] % 8 or hidden == 0 or down.shape[1] == 0:
@@ -276,8 +280,9 @@ def explained(given: Tuple[Any, ...], form: Form, given_adapters: Adapters) -> T
     reason = reason or refusal((x, index, weights, *given[3:]), form)
     if reason is not None:
         return "torch", f"weights of {formats} are decoded first: {reason}", ()
-    rounds = _rounds((x, index, weights, *given[3:]), form)
-    parts = native.plan_quantized_experts(x, index.shape[-1], given[3].shape[0], rounds)
+    many_rows = _has_many_rows((x, index, weights, *given[3:]), form)
+    is_fp8 = given[3].format == "fp8"
+    parts = native.plan_quantized_experts(x, index.shape[-1], given[3].shape[0], is_fp8, many_rows)
     return native.DEVICE_TYPE, f"one op; {formats}: {plans.in_words(parts)}", parts
 
 
