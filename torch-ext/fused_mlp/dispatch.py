@@ -190,9 +190,10 @@ def _quantized_refusal(device: torch.device, dtype: torch.dtype, format: str, is
         return f"on a {'CPU' if device.type == 'cpu' else device.type}, where its own product runs"
     if device.type == "cuda" and dtype == torch.float32:
         return "that multiplies in float32"
-    if format == _TILES and device.type == "cuda" and not (is_forced or native.is_hopper(torch.empty((), device=device))):
+    like = torch.empty((), dtype=dtype, device=device)
+    if format == _TILES and device.type == "cuda" and not (is_forced or native.is_hopper(like)):
         return "on a GPU that is no Hopper, where nothing was measured"
-    reason = native.refusal("quantized_mlp", torch.empty((), dtype=dtype, device=device))
+    reason = native.refusal("quantized_mlp", like)
     return None if reason is None else f"with {reason}"
 
 

@@ -155,7 +155,7 @@ class QuantizedWeight(NamedTuple):
     def from_int4_tiles(
         cls, weight: Tensor, scales_and_zeros: Tensor, shape: Tuple[int, int], group: int
     ) -> QuantizedWeight:
-        """The weight ``[out, in]`` of values of four bits in the tiles of tensor cores, which shares the memory of both.
+        """The weight ``[out, in]`` of four bits a value in the tiles of tensor cores, which shares the memory of both.
 
         torchao's ``Int4TilePackedTo4dTensor`` holds ``weight`` as ``qdata``, and the other as ``scale_and_zero``;
         ``group`` columns of a row, of a multiple of 32, share a scale. ``in`` must be a multiple of 8.
