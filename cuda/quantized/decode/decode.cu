@@ -76,7 +76,7 @@ cudaError_t launch_decode(const BlockedElements& weight, void* out, DType dtype,
 cudaError_t launch_decode_tiles(const PackedWeight& weight, void* out, DType dtype, cudaStream_t stream) {
   if (weight.elements() == 0) return cudaSuccess;
   const Tiles tiles(weight);
-  const auto* const words = static_cast<const uint4*>(weight.data);
+  const auto* const words = static_cast<const uint32_t*>(weight.data);
   const auto* const scales = static_cast<const uint32_t*>(weight.scales);
   const auto of_row = static_cast<unsigned>(tiles.k / Tiles::kColumns);
   const dim3 grid(static_cast<unsigned>(tiles.n / Tiles::kRows), ceil_div(of_row, unsigned{kRows}));
