@@ -118,7 +118,7 @@ def test_an_mlp(fused_mlp, device, ops):
     x = torch.randn(3, 40, 1024, device=device, dtype=torch.bfloat16)
     assert_close(fused(x).double(), product(x, weights), 2e-2)
     assert ops == ["packed"]
-    assert ("from 17 rows on" in fused_mlp.explain(fused).reason) == HOPPER
+    assert ("from 64 rows on" in fused_mlp.explain(fused).reason) == HOPPER
     if not ON_CPU:
         assert_close(fused(x), model(x), 2e-2)
     with contextlib.suppress(NotImplementedError, RuntimeError):  # there is no product of torch's to call
@@ -129,7 +129,7 @@ def test_an_mlp(fused_mlp, device, ops):
 @pytest.mark.skipif(not HOPPER, reason="where they were not measured they are forced")
 def test_few_rows_and_others_are_left(fused_mlp, device, ops):
     model, fused, _ = built(fused_mlp, device)
-    for rows, is_taken in ((1, False), (16, False), (17, True)):
+    for rows, is_taken in ((1, False), (63, False), (64, True)):
         x = torch.randn(rows, 1024, device=device, dtype=torch.bfloat16)
         assert_close(fused(x), model(x), 2e-2)
         assert ops == ["packed"] * is_taken

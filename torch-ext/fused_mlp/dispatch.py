@@ -283,7 +283,7 @@ FEW_QUANTIZED_ROWS = min(_MOST_ROWS, _MOST_ROWS_ELSEWHERE)  # which are left now
 _LARGE, _MOST_ROWS_OF_LARGE = 1 << 27, 64  # 8192 x 28672 at 256 and 512 rows: 1.15 of the layers' own time
 ANY_ROWS = sys.maxsize
 # torch's product with int4 in tiles decodes it again for each 16 rows.
-_TILES, LEAST_ROWS_OF_TILES = "int4_tiles", 17
+_TILES, LEAST_ROWS_OF_TILES = "int4_tiles", 64
 
 
 def reads_codes_for(x: Tensor) -> bool:
