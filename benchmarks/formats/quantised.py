@@ -53,9 +53,14 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 FORMATS = {"nf4": ("nf4", False), "nf4-nested": ("nf4", True), "fp4": ("fp4", False)}
 FP8 = {"fp8-blocks": (128, 128), "fp8-rows": None}  # the blocks
-INTEGERS = {"int8": quantised_integers.Int8MLP, "int4": quantised_integers.Int4MLP}
+INTEGERS = {
+    "int8": quantised_integers.Int8MLP,
+    "int4": quantised_integers.Int4MLP,
+    "int4-tiles": quantised_integers.Int4TilesMLP,
+}
+ON_GPUS_ALONE = (*FP8, "int4-tiles")
 # The largest difference: torch's FP8 and bitsandbytes' int8 round x too.
-TOLERANCES = {"int8": 0.05, "int4": 0.02} | dict.fromkeys(FORMATS, 0.02) | dict.fromkeys(FP8, 0.08)
+TOLERANCES = {"int8": 0.05, "int4": 0.02, "int4-tiles": 0.02} | dict.fromkeys(FORMATS, 0.02) | dict.fromkeys(FP8, 0.08)
 PROVIDERS = ("eager", "ours", "ours-bf16")
 WIDTHS = {"cuda": ((4096, 14336), (2048, 8192), (8192, 28672)), "cpu": ((2048, 5632), (1024, 4096))}
 WIDTHS["quick"] = ((128, 256),)
@@ -162,7 +167,7 @@ def run(given) -> dict:
         for sizes in WIDTHS[kind]
         for form in given.formats
         for rows in given.rows or ROWS[kind]
-        if form in ("nf4", "fp8-blocks", "int8", "int4") or sizes == WIDTHS[kind][0]
+        if form in ("nf4", "fp8-blocks", *INTEGERS) or sizes == WIDTHS[kind][0]
     ]
     if given.models:
         points = quantised_models.points(given.formats)
@@ -195,7 +200,7 @@ def run(given) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    all_here = [form for form in TOLERANCES if ON_GPU or form not in FP8]
+    all_here = [form for form in TOLERANCES if ON_GPU or form not in ON_GPUS_ALONE]
     parser.add_argument("--formats", nargs="+", choices=list(TOLERANCES), default=all_here)
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
     parser.add_argument("--rows", nargs="+", type=int, help="these, not those of this machine's list")

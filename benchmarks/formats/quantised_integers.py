@@ -2,7 +2,7 @@
 
 `int8`: bitsandbytes' Linear8bitLt, which rounds x to int8. Its threshold of outliers is 0: with one it waits for the
 GPU, and is in no CUDA graph. `int4`: in groups of 128, and torch's product for such weights, which torchao packs for it
-anew.
+anew. `int4-tiles`: the same as it is packed, as torchao's Int4TilePackedTo4dTensor has it, for both.
 """
 
 import bitsandbytes
@@ -83,4 +83,13 @@ class Int4MLP(nn.Module):
             with_zeros = getattr(self, f"{name}_scales").view(torch.int32) | 8  # which are their last bits
             weights += [getattr(self, name), with_zeros.view(torch.float32), None, None, None]
             layouts += [*shape, 1, GROUP, 0]
+        return weights, layouts, [0.0] * 3
+
+
+class Int4TilesMLP(Int4MLP):
+    def operands(self) -> tuple:
+        weights, layouts = [], []
+        for name, shape in zip(SIZES, self.shapes, strict=True):
+            weights += [getattr(self, f"{name}_packed"), getattr(self, f"{name}_pairs"), None, None, None]
+            layouts += [*shape, 1, GROUP, shape[1]]
         return weights, layouts, [0.0] * 3

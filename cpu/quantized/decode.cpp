@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cmath>
 
 #include "../../torch-ext/operands/zero_point.h"
 #include "../../torch-ext/ops/quantized.h"
@@ -84,6 +85,26 @@ void decode_rows(const PackedWeight& weight, const std::array<float, 256>& value
   }
 }
 
+// Rows of int4 in tiles.
+template <typename T>
+void decode_tiles(const PackedWeight& weight, int64_t first, int64_t last, T* out) {
+  const Tiles tiles(weight);
+  const auto* const words = static_cast<const uint32_t*>(weight.data);
+  const auto* const scales = static_cast<const uint16_t*>(weight.scales);
+  const auto wide = [](uint16_t half) { return std::bit_cast<float>(uint32_t{half} << 16); };
+  for (int64_t row = first; row < last; ++row) {
+    const int64_t row_of_tile = row % Tiles::kRows, first_tile = row / Tiles::kRows * (tiles.k / Tiles::kColumns);
+    for (int64_t column = 0; column < weight.k; ++column) {
+      const int64_t tile = first_tile + column / Tiles::kColumns, lane = row_of_tile * 4 + column % 8 / 2;
+      const uint32_t word = words[(tile * Tiles::kLanes + lane) * Tiles::kWords + column % Tiles::kColumns / 32];
+      const auto code = static_cast<int>(word >> (column % 32 / 8 * 4 + column % 2 * 16) & 15);
+      const uint16_t* const pair = scales + (column / weight.block * tiles.n + row) * 2;
+      out[row * weight.k + column] =
+          static_cast<T>(std::fma(static_cast<float>(code - 8), wide(pair[0]), wide(pair[1])));
+    }
+  }
+}
+
 }  // namespace
 
 Tensor decoded(const PackedWeight& weight, const Tensor& like, ScalarType dtype) {
@@ -91,7 +112,10 @@ Tensor decoded(const PackedWeight& weight, const Tensor& like, ScalarType dtype)
   const Tensor out = new_dense(like, sizes, dtype);
   const auto fill = [&]<typename T>(T*) {
     auto* const elements = static_cast<T*>(out.mutable_data_ptr());
-    if (weight.blocked()) {
+    if (weight.in_tiles()) {
+      torch::stable::parallel_for(0, weight.n, ceil_div(kGrain, std::max<int64_t>(1, weight.k)),
+                                  [&](int64_t begin, int64_t end) { decode_tiles(weight, begin, end, elements); });
+    } else if (weight.blocked()) {
       const std::array<float, 256> values = values_of(weight);
       torch::stable::parallel_for(
           0, weight.n, ceil_div(kGrain, std::max<int64_t>(1, weight.k)),

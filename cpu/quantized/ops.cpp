@@ -50,6 +50,7 @@ Format format_of(Coding coding) {
     case Coding::kInt8:
       return Format::kInt8;
     case Coding::kFp8:
+    case Coding::kInt4Tiles:  // which no kernel reads
       break;
   }
   return Format::kFp8;
@@ -58,7 +59,7 @@ Format format_of(Coding coding) {
 // A weight as the kernels read it, or nothing.
 std::optional<Codes> codes_of(const PackedWeight& weight) {
   const int64_t k = weight.k;
-  if (weight.elements() == 0 || k % kColumns != 0) return std::nullopt;
+  if (weight.elements() == 0 || k % kColumns != 0 || weight.in_tiles()) return std::nullopt;
   // Blocks that run on from row to row have parts of a row, or whole rows.
   const bool runs_on = !weight.blocked(), of_rows = runs_on && weight.block > k;
   if (runs_on && (of_rows ? weight.block % k : k % weight.block) != 0) return std::nullopt;

@@ -72,6 +72,7 @@ inline bool shares_format(const Part& part) {
 // The blocks of kCodedBlock elements of k that share a scale, as a power of two; nothing where kernels cannot read
 // them.
 inline std::optional<int> scale_shift(const PackedWeight& weight) {
+  if (weight.in_tiles()) return {};
   if (weight.blocked() && weight.block >= weight.k) return 31;
   const auto blocks = static_cast<uint64_t>(weight.block / kCodedBlock);
   if (weight.block % kCodedBlock != 0 || !std::has_single_bit(blocks) || (blocks > 1 && !weight.blocked())) return {};

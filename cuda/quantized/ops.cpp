@@ -22,7 +22,9 @@ Tensor decoded(const PackedWeight& weight, const Tensor& like, ScalarType dtype)
   const std::vector<int64_t> sizes{weight.n, weight.k};
   const Tensor out = new_dense(like, sizes, dtype);
   const DType to = dtype_of(out, "dtype");
-  if (weight.blocked()) {
+  if (weight.in_tiles()) {
+    check(launch_decode_tiles(weight, out.mutable_data_ptr(), to, current_stream(out)));
+  } else if (weight.blocked()) {
     const auto* const scales = static_cast<const float*>(weight.scales);
     const BlockedElements elements{weight.coding, data_of(weight),   scales,       weight.n,
                                    weight.k,      weight.block_rows, weight.block, weight.factor()};

@@ -481,7 +481,7 @@ def adapted(fused_mlp) -> int:
 def quantized(fused_mlp) -> int:
     """Quantised weights: few rows streamed, more in tiles, many decoded first or rounded to FP8; how many calls."""
     rows, shapes = (1, 7, 16, 30, 33, 100, 300, 600), ((128, 320), (576, 64))
-    kinds = "nf4", "nested", "fp8", "fp8 lower blocks", "fp8 rows", "int8", "int4"
+    kinds = "nf4", "nested", "fp8", "fp8 lower blocks", "fp8 rows", "int8", "int4", "int4 tiles"
     cases = list(itertools.product(rows, shapes, DTYPES, kinds))
     for rows, (width, hidden), dtype, kind in cases:
         print(f"quantised weights: {rows}, {width}, {hidden}, {dtype}, {kind}", flush=True)
@@ -495,6 +495,10 @@ def quantized(fused_mlp) -> int:
             if kind == "int8":
                 values = torch.randint(-128, 128, (n, k), dtype=torch.int8, device="cuda")
                 return fused_mlp.QuantizedWeight.from_int8(values, torch.rand(n, device="cuda"), divisor=127)
+            if kind == "int4 tiles":
+                words = torch.randint(1 << 31, (n // 8, -(-k // 128), 32, 4), dtype=torch.int32, device="cuda")
+                pairs = torch.randn(words.shape[1] * 2, n, 2, device="cuda").bfloat16()
+                return fused_mlp.QuantizedWeight.from_int4_tiles(words, pairs, (n, k), 64)
             data = torch.randint(256, (n * k // 2, 1), dtype=torch.uint8, device="cuda")
             blocks = n * k // 64
             if kind == "int4":

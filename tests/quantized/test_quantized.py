@@ -413,7 +413,7 @@ def test_explained(fused_mlp, device):
 
 
 WRONG = {
-    "format": ({"format": "int3"}, "weight.format must be one of nf4, fp4, fp8, int8, int4, got 'int3'"),
+    "format": ({"format": "int3"}, "weight.format must be one of nf4, fp4, fp8, int8, int4, int4_tiles, got 'int3'"),
     "shape": ({"shape": (96, 65)}, r"weight.data must be contiguous, of 3120 elements to fit \[out, in\] = \[96, 65\]"),
     "width": ({"shape": (48, 128)}, r"weight must be \[out, in\] with in = 64 to fit x"),
     "block": ({"block": 32}, "weight.scales must be contiguous, of 192 elements"),

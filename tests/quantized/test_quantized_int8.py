@@ -233,9 +233,8 @@ def test_the_installed_versions_are_known(fused_mlp):
     number = lambda version: tuple(map(int, version.split(".")[:2]))  # noqa: E731
     parts = importlib.import_module(f"{fused_mlp.__name__}.models.parts.quantized")
     torchao = pytest.importorskip("torchao.quantization")
-    of_tensors = [
-        parts.TENSOR_DIGESTS[parts.digest_of_tensor(getattr(torchao, name))] for name in ("Int8Tensor", "Float8Tensor")
-    ]
+    names = "Int8Tensor", "Float8Tensor", "Int4TilePackedTo4dTensor"
+    of_tensors = [parts.TENSOR_DIGESTS[parts.digest_of_tensor(getattr(torchao, name))] for name in names]
     of_fp8 = parts.CLASSES[parts._FP8_ROWS].digests[parts.digest_of(CompressedTensorsFP8Linear)]
     for name, found in (
         ("transformers", of_fp8),

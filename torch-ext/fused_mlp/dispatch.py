@@ -190,7 +190,10 @@ def _quantized_refusal(device: torch.device, dtype: torch.dtype, format: str, is
         return f"on a {'CPU' if device.type == 'cpu' else device.type}, where its own product runs"
     if device.type == "cuda" and dtype == torch.float32:
         return "that multiplies in float32"
-    reason = native.refusal("quantized_mlp", torch.empty((), dtype=dtype, device=device))
+    like = torch.empty((), dtype=dtype, device=device)
+    if format == _TILES and device.type == "cuda" and not (is_forced or native.is_hopper(like)):
+        return "on a GPU that is no Hopper, where nothing was measured"
+    reason = native.refusal("quantized_mlp", like)
     return None if reason is None else f"with {reason}"
 
 
@@ -223,8 +226,20 @@ def most_blocked_rows(x: Tensor, weights: Iterable[Any]) -> int:
     of that, as the layers' own products do, and weights of int8 are decoded first; elsewhere there are none.
     """
     weights = list(weights)
+    if any(weight.format == _TILES for weight in weights):
+        return ANY_ROWS
     is_rounded = all(map(_may_round_rows, weights))
     return min(most_rows_of_size(x, weight.format == "int8", is_rounded, weight.numel()) for weight in weights)
+
+
+def least_blocked_rows(weights: Iterable[Any]) -> int:
+    """The number of rows from which on they are not left to these: int4 in tiles is decoded first."""
+    return max((least_rows_of(weight.format) for weight in weights), default=0)
+
+
+def least_rows_of(format: str) -> int:
+    """The same for weights of one format."""
+    return LEAST_ROWS_OF_TILES if format == _TILES and not is_forced() else 0
 
 
 def most_rows_of_size(x: Tensor, is_int8: bool, is_rounded: bool, elements: int) -> int:
@@ -238,6 +253,8 @@ def most_rows_of(format: str, x: Tensor, is_rounded: bool = True) -> int:
     """The same for weights of one format; ``is_rounded``: x may be rounded to that."""
     if not x.is_cuda:
         return _MOST_ROWS if is_forced() else _MOST_ROWS_ON_CPU.get(x.dtype, _MOST_ROWS_OF_LARGE)
+    if format == _TILES:
+        return ANY_ROWS
     if not native.is_hopper(x):
         return _MOST_ROWS_ELSEWHERE
     if format == "int8":
@@ -265,6 +282,8 @@ _MOST_DECODED_IN_REGISTERS = 96  # rows of float32 there: more take several time
 FEW_QUANTIZED_ROWS = min(_MOST_ROWS, _MOST_ROWS_ELSEWHERE)  # which are left nowhere
 _LARGE, _MOST_ROWS_OF_LARGE = 1 << 27, 64  # 8192 x 28672 at 256 and 512 rows: 1.15 of the layers' own time
 ANY_ROWS = sys.maxsize
+# torch's product with int4 in tiles decodes it again for each 16 rows.
+_TILES, LEAST_ROWS_OF_TILES = "int4_tiles", 64
 
 
 def reads_codes_for(x: Tensor) -> bool:

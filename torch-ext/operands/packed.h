@@ -7,8 +7,9 @@
 namespace fused_mlp {
 
 // The codes of a weight: one of 16 values, two to a byte, the first in the high half; 0 to 15 in their
-// place, less the zero point of their block, the first in the low half; or e4m3, or int8.
-enum class Coding { kFourBits, kInt4, kFp8, kInt8 };
+// place, less the zero point of their block, the first in the low half; or e4m3, or int8; or 0 to 15 in the tiles of
+// tensor cores.
+enum class Coding { kFourBits, kInt4, kFp8, kInt8, kInt4Tiles };
 
 constexpr bool in_bytes(Coding coding) { return coding == Coding::kFp8 || coding == Coding::kInt8; }
 
@@ -23,6 +24,7 @@ struct PackedWeight {
   double offset;
 
   bool blocked() const { return coding != Coding::kFourBits; }
+  bool in_tiles() const { return coding == Coding::kInt4Tiles; }
   bool nested() const { return nested_scales != nullptr; }
   float factor() const {
     return coding == Coding::kInt8 ? 1.0f / static_cast<float>(nested_block) : 1.0f;
@@ -33,11 +35,20 @@ struct PackedWeight {
   int64_t bytes() const { return in_bytes(coding) ? elements() : blocked() ? elements() / 2 : ceil_div(elements(), 2); }
 };
 
+// Int4 in tiles, whose rows and columns are filled up to whole ones (ops/quantized.h).
+struct Tiles {
+  static constexpr int kRows = 8, kColumns = 128, kLanes = 32, kWords = 4;  // of a tile; of a lane
+  int64_t n, k;                                                             // with what fills them up
+
+  explicit Tiles(const PackedWeight& weight) : n(ceil_div(weight.n, int64_t{kRows}) * kRows), k(weight.nested_block) {}
+  int64_t words() const { return n * k / 8; }
+};
+
 // The first or the second half of the rows of a weight; nothing where a block, or one of nested scales, reaches across
 // the middle.
 inline std::optional<PackedWeight> half_of(const PackedWeight& both, bool second) {
   const int64_t n = both.n / 2, elements = n * both.k;
-  if (both.n % 2 != 0 || elements % 2 != 0) return {};
+  if (both.n % 2 != 0 || elements % 2 != 0 || both.in_tiles()) return {};
   const auto behind = [](const void* data, int64_t bytes) -> const void* {
     return static_cast<const char*>(data) + bytes;
   };

@@ -20,6 +20,11 @@ namespace fused_mlp {
 // row by row; those of int8 are divided by nested_block. The last bits of those of int4 are no part of them, but the
 // zero point of the block, 0 to 16: an element stands for its bits less that.
 //
+// Int4 in tiles: data is int32 [n / 8][nested_block / 128][32][4], n rounded up, nested_block being k with the columns
+// that fill it up: the operand b of mma.m16n8k16 in the registers of each lane. Half bytes 0 to 3 of word j of lane t
+// are columns 32 j + 2 (t % 4) + {0, 8, 16, 24} of row t / 4, and 4 to 7 the columns behind these. An element of code c
+// is (c - 8) * scale + zero, of bfloat16 pairs scales[nested_block / block][n][2].
+//
 // 4 bits: element i, counted through the rows, is the high half of byte i / 2 where i is even, and else the low one. It
 // is decoded as (code[c] * scale) rounded to a dtype, and belongs to block i / block; block_rows is 1. A block's scale
 // is its element of `scales`, or where these are nested, of 8 bits:
@@ -70,6 +75,7 @@ struct QuantizedWeight {
 
   Coding coding() const {
     if (data.scalar_type() == ScalarType::Char) return Coding::kInt8;
+    if (data.scalar_type() == ScalarType::Int) return Coding::kInt4Tiles;
     if (data.scalar_type() != ScalarType::Byte) return Coding::kFp8;
     return code ? Coding::kFourBits : Coding::kInt4;
   }
@@ -78,6 +84,20 @@ struct QuantizedWeight {
     const PackedWeight& w = packed;
     STD_TORCH_CHECK(w.n >= 0 && w.k >= 0 && w.block_rows > 0 && w.block > 0,
                     "layout must be [out, in, block_rows, block, nested_block], blocks positive");
+    if (w.in_tiles()) {
+      STD_TORCH_CHECK(w.block_rows == 1 && w.k % 8 == 0 && w.block % 32 == 0 && w.nested_block >= w.k &&
+                          w.nested_block % w.block == 0 && w.nested_block % Tiles::kColumns == 0,
+                      "a weight of int4 in tiles must have columns of multiples of 8, in groups of multiples of 32");
+      const auto is_at = [](const void* data, uintptr_t bytes) {
+        return reinterpret_cast<uintptr_t>(data) % bytes == 0;
+      };
+      STD_TORCH_CHECK(is_at(w.data, 16) && is_at(w.scales, 4), "a weight of int4 in tiles must be aligned to 16 bytes");
+      const Tiles tiles(w);
+      check_operand(data, "data", ScalarType::Int, tiles.words());
+      check_operand(scales, "scales", ScalarType::BFloat16, w.nested_block / w.block * tiles.n * 2);
+      STD_TORCH_CHECK(!code && !nested_scales && !nested_code, "a weight of such a format has data and scales alone");
+      return;
+    }
     if (w.blocked()) {
       const bool int4 = w.coding == Coding::kInt4, int8 = w.coding == Coding::kInt8;
       check_operand(data, "data", int4 || int8 ? data.scalar_type() : ScalarType::Float8_e4m3fn, w.bytes());

@@ -73,6 +73,20 @@ cudaError_t launch_decode(const BlockedElements& weight, void* out, DType dtype,
   }
 }
 
+cudaError_t launch_decode_tiles(const PackedWeight& weight, void* out, DType dtype, cudaStream_t stream) {
+  if (weight.elements() == 0) return cudaSuccess;
+  const Tiles tiles(weight);
+  const auto* const words = static_cast<const uint32_t*>(weight.data);
+  const auto* const scales = static_cast<const uint32_t*>(weight.scales);
+  const auto of_row = static_cast<unsigned>(tiles.k / Tiles::kColumns);
+  const dim3 grid(static_cast<unsigned>(tiles.n / Tiles::kRows), ceil_div(of_row, unsigned{kRows}));
+  return visit_dtype(dtype, [&]<typename T>(T*) {
+    decode_tiles_kernel<<<grid, kThreads, 0, stream>>>(words, scales, weight.n, weight.k, of_row,
+                                                       static_cast<int>(weight.block), static_cast<T*>(out));
+    return cudaGetLastError();
+  });
+}
+
 cudaError_t launch_unnest(const NestedScales (&nested)[kMostNested], cudaStream_t stream) {
   AllNested all;
   int64_t most = 0;

@@ -39,6 +39,7 @@ struct BlockedElements {
 // Writes all elements, rounded to the dtype.
 cudaError_t launch_decode(const CodedElements& weight, void* out, DType dtype, cudaStream_t stream);
 cudaError_t launch_decode(const BlockedElements& weight, void* out, DType dtype, cudaStream_t stream);
+cudaError_t launch_decode_tiles(const PackedWeight& weight, void* out, DType dtype, cudaStream_t stream);
 
 // Scales that are written as floats: `count` of them.
 struct NestedScales {

@@ -120,12 +120,24 @@ def norm(x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
 _ZERO_BITS = 31  # of a scale of int4
 
 
+def _decoded_tiles(data: Tensor, scales: Tensor, out: int, width: int, group: int) -> Tensor:
+    """Int4 in the tiles of tensor cores, as a float32 tensor ``[out, width]``."""
+    rows, columns = data.shape[0] * 8, data.shape[1] * 128
+    codes = torch.stack([data >> 4 * place & 15 for place in range(8)], dim=-1)
+    # By row, tile of columns, word, place in the word, lane of the row, and which of two adjacent columns.
+    codes = codes.view(-1, data.shape[1], 8, 4, 4, 2, 4).permute(0, 2, 1, 4, 6, 3, 5).reshape(rows, columns)
+    scale, zero = scales.double().permute(2, 1, 0).repeat_interleave(group, 2)
+    return ((codes - 8) * scale + zero)[:out, :width].float()
+
+
 def quantized_decode(
     weight: Sequence[Optional[Tensor]], layout: Sequence[int], offset: float, dtype: torch.dtype
 ) -> Tensor:
     """A quantised weight, ``[out, in]``, given the operands of the compiled op (torch-ext/ops/quantized.h)."""
     data, scales, code, nested_scales, nested_code = weight
     out, width, block_rows, block, nested_block = layout
+    if data.dtype is torch.int32:
+        return _decoded_tiles(data, scales, out, width, block).to(dtype)
     if code is None:
         grid = scales.view(-(-out // block_rows), -(-width // block))
         wide = grid.repeat_interleave(block_rows, 0)[:out].repeat_interleave(block, 1)[:, :width]

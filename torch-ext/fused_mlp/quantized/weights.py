@@ -32,7 +32,8 @@ CODES: Dict[str, Tuple[float, ...]] = {
     "fp4": (*_POSITIVE_FP4, *(-value for value in _POSITIVE_FP4)),
 }
 # The formats whose blocks are of rows and columns, by the dtype of their data.
-BLOCKED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
+TILES = "int4_tiles"
+BLOCKED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8, TILES: torch.int32}
 FORMATS = (*CODES, *BLOCKED)
 
 
@@ -51,6 +52,10 @@ class QuantizedWeight(NamedTuple):
     its lower bits, each more than what it stands for by the zero point of its block. The last five bits of a scale are
     that zero point, 0 to 16, and no part of the scale. Kernels of few rows take blocks of a row whose columns are 64
     times a power of two.
+
+    Of format ``"int4_tiles"``, ``data`` is int32 ``[out / 8, in / 128, 32, 4]``, as torch's ``_weight_int4pack_mm``
+    takes it, and ``scales`` bfloat16 ``[groups, out, 2]``, scales beside zeros: a value is
+    ``(code - 8) * scale + zero``. Both sizes are rounded up to whole tiles. Such weights are decoded first.
 
     Of formats ``"nf4"`` and ``"fp4"``, ``data`` is uint8, contiguous, of any shape: two values in an element, row by
     row, the first in its upper bits. Each is the code of one of 16 values times the scale of its block; ``block``
@@ -147,6 +152,19 @@ class QuantizedWeight(NamedTuple):
         return cls(data, bits.view(torch.float32), (out, width), "int4", block)
 
     @classmethod
+    def from_int4_tiles(
+        cls, weight: Tensor, scales_and_zeros: Tensor, shape: Tuple[int, int], group: int
+    ) -> QuantizedWeight:
+        """The weight ``[out, in]`` of four bits a value in the tiles of tensor cores, which shares the memory of both.
+
+        torchao's ``Int4TilePackedTo4dTensor`` holds ``weight`` as ``qdata``, and the other as ``scale_and_zero``;
+        ``group`` columns of a row, of a multiple of 32, share a scale. ``in`` must be a multiple of 8.
+        """
+        if not isinstance(weight, Tensor) or weight.dim() != 4 or weight.shape[2:] != (32, 4):
+            raise OperandTypeError(f"weight must be a tensor [out / 8, in / 128, 32, 4], got {shape_of(weight)}")
+        return cls(weight.detach(), _detached(scales_and_zeros), tuple(shape), TILES, (1, group))
+
+    @classmethod
     def from_gptq(
         cls,
         qweight: Tensor,
@@ -206,6 +224,7 @@ class QuantizedWeight(NamedTuple):
 AnyWeight = Union[Tensor, QuantizedWeight]
 _LARGEST = 127  # value of bitsandbytes' int8
 _ZERO_BITS, _MOST_ZERO = 31, 16  # of a scale of int4
+_TILE = 8, 128  # rows and columns of int4 in tiles
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the places in a word of the values of adjacent columns
 
 
@@ -274,6 +293,8 @@ def operands_of(weight: QuantizedWeight) -> Tuple[List[Optional[Tensor]], List[i
     """The operands of the ops: tensors, layout and offset."""
     if weight.format in BLOCKED:
         divisor = weight.divisor if weight.format == "int8" else 0
+        if weight.format == TILES:
+            divisor = weight.data.shape[1] * _TILE[1]  # the columns, with what fills them up
         return [weight.data, weight.scales, None, None, None], [*weight.shape, *weight.block, divisor], 0.0
     layout = [*weight.shape, 1, weight.block, 0 if weight.nested_scales is None else weight.nested_block]
     code = code_of(weight.format, weight.device)
@@ -378,10 +399,44 @@ def _check_blocked(x: Tensor, name: str, weight: QuantizedWeight) -> None:
         raise OperandValueError(
             f"{name}.divisor must be positive, and the columns of int4 even, got {weight.divisor} and {list(shape)}"
         )
+    if weight.format == TILES:
+        _check_tiles(x, name, weight)
+        return
     blocks = -(-shape[0] // block[0]) * -(-shape[1] // block[1])
     count = weight.numel() // 2 if weight.format == "int4" else weight.numel()
     wanted = {"data": (BLOCKED[weight.format], count), "scales": (torch.float32, blocks)}
     check_parts(x, name, weight, wanted)
+
+
+def _check_tiles(x: Tensor, name: str, weight: QuantizedWeight) -> None:
+    (out, width), (rows, group) = weight.shape, weight.block
+    if rows != 1 or group % 32 != 0 or width % 8 != 0:
+        raise OperandValueError(
+            f"{name}.block must be 1 row and a multiple of 32 columns, and those of the weight a multiple of 8, "
+            f"got {rows} x {group} of {[out, width]}"
+        )
+    data = weight.data
+    of_tiles = -(-out // _TILE[0]), data.shape[1] if isinstance(data, Tensor) and data.dim() == 4 else 0
+    columns = of_tiles[1] * _TILE[1]
+    if columns < width or columns % group != 0:
+        raise OperandValueError(
+            f"{name}.data must be [out / 8, in / 128, 32, 4] to fit {[out, width]} in whole groups of {group}, "
+            f"got {shape_of(data)}"
+        )
+    wanted = {
+        "data": (torch.int32, of_tiles[0] * of_tiles[1] * 128),
+        "scales": (torch.bfloat16, columns // group * of_tiles[0] * _TILE[0] * 2),
+    }
+    check_parts(x, name, weight, wanted)
+
+
+def fits_tiles(weight: QuantizedWeight) -> bool:
+    """True if a weight of int4 in tiles is one that the op takes."""
+    try:
+        _check_tiles(weight.data, "weight", weight)
+    except (OperandTypeError, OperandValueError):
+        return False
+    return weight.data.data_ptr() % 16 == 0 and weight.scales.data_ptr() % 4 == 0
 
 
 def check_parts(x: Tensor, name: str, weight: Any, wanted: Dict[str, Tuple[torch.dtype, int]]) -> None:
@@ -430,6 +485,8 @@ def halves(both: QuantizedWeight, up_first: bool) -> Optional[Tuple[QuantizedWei
 
 def _halves_blocked(both: QuantizedWeight, up_first: bool) -> Optional[Tuple[QuantizedWeight, QuantizedWeight]]:
     (out, width), (rows, columns) = both.shape, both.block
+    if both.format == TILES:  # whose scales lie along the outputs
+        return None
     features, of_row = out // 2, -(-width // columns)
     if out % 2 != 0 or (rows < out and features % rows != 0):
         return None

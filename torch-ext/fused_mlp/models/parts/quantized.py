@@ -71,8 +71,12 @@ CLASSES: Dict[str, _Class] = {
     ),
 }
 # The same of torchao's product, by the class of the weight.
-_TENSORS = {"torchao.quantization.Int8Tensor": "int8", "torchao.quantization.Float8Tensor": "fp8"}
-TENSOR_DIGESTS = {"0aed1dbfb2e63f18": "0.18", "42c8ad64cc1146f8": "0.18"}
+_TENSORS = {
+    "torchao.quantization.Int8Tensor": "int8",
+    "torchao.quantization.Float8Tensor": "fp8",
+    "torchao.quantization.Int4TilePackedTo4dTensor": quantized.TILES,
+}
+TENSOR_DIGESTS = dict.fromkeys(("0aed1dbfb2e63f18", "42c8ad64cc1146f8", "3d117d897853c536"), "0.18")
 
 
 def is_read(part: nn.Module) -> bool:
@@ -154,7 +158,7 @@ def known_tensor(kind: type) -> Optional[Guarded]:
         return None
     products = kind._TORCH_FN_TABLE[kind]
     unchanged = ((products, F.linear, products[F.linear]),)
-    if native.DEVICE_TYPE in dispatch.QUANTIZED_DEVICES:
+    if _TENSORS[_name(kind)] != quantized.TILES and native.DEVICE_TYPE in dispatch.QUANTIZED_DEVICES:
         COMPILED[kind] = unchanged, len(_FORMS), kind
     return unchanged
 
@@ -183,7 +187,9 @@ def is_plainly_left(part: nn.Module, x: Any) -> bool:
     if x.requires_grad and torch.is_grad_enabled():
         least = 0 if format is None else _least_trained(part, x)
         return not dispatch.may_train_quantized() or least is None or x.shape[:-1].numel() < least
-    return format is not None and x.shape[:-1].numel() > dispatch.most_rows_of(format, x)
+    if format is None:
+        return False
+    return not dispatch.least_rows_of(format) <= x.shape[:-1].numel() <= dispatch.most_rows_of(format, x)
 
 
 def _least_trained(part: nn.Module, like: Tensor) -> Optional[int]:
@@ -192,7 +198,7 @@ def _least_trained(part: nn.Module, like: Tensor) -> Optional[int]:
     if type(part) is not nn.Linear:
         return 0 if _name(type(part)) == _INT8 and dispatch.may_train_rounded(like) else None
     weight = part.__dict__["_parameters"]["weight"]
-    if vars(weight).get("act_quant_kwargs") is not None:
+    if vars(weight).get("act_quant_kwargs") is not None or _TENSORS[_name(type(weight))] == quantized.TILES:
         return None
     return dispatch.least_decoded_rows(weight.shape) if _TENSORS[_name(type(weight))] == "int8" else 0
 
@@ -215,7 +221,8 @@ def _of_tensor(part: nn.Module) -> Union[str, Layer]:
     kind = type(part.__dict__["_parameters"]["weight"])
     if not are_unchanged(known_tensor(kind)):
         return f"a patched weight of type {kind.__name__}"
-    found = of_call(part) or _read_tensor(part)
+    read = _read_tiles if _TENSORS[_name(kind)] == quantized.TILES else _read_tensor
+    found = of_call(part) or read(part)
     return f"a weight of type {kind.__name__} {found}" if type(found) is str else found
 
 
@@ -312,6 +319,29 @@ def _read_tensor(part: nn.Module) -> Union[str, Layer]:
     return _in_rows(data, scales, bias, _least_trained(part, data))
 
 
+def _read_tiles(part: nn.Module) -> Union[str, Layer]:
+    held = part.__dict__["_parameters"]
+    weight, bias = held["weight"], held.get("bias")
+    state = vars(weight)
+    data, scales, block = state.get("qdata"), state.get("scale_and_zero"), state.get("block_size")
+    if not held.keys().isdisjoint(part.__dict__) or type(data) is not Tensor or type(scales) is not Tensor:
+        return "in a form that is not known"
+    if state.get("act_pre_scale") is not None:
+        return "with scales for what it is given"
+    if bias is not None and type(bias) is not nn.Parameter:
+        return f"with a bias of type {type(bias).__name__}"
+    with torch._C.DisableTorchFunctionSubclass():
+        shape = tuple(weight.shape)
+    if len(shape) != 2 or not isinstance(block, (list, tuple)) or len(block) != 2 or data.device != scales.device:
+        return "in a form that is not known"
+    refusal = dispatch.quantized_refusal(data.device, torch.bfloat16, quantized.TILES)
+    if refusal is not None:
+        return refusal
+    found = quantized.QuantizedWeight(data.detach(), scales.detach(), shape, quantized.TILES, tuple(block))
+    fits = quantized.fits_tiles(found)
+    return Layer(found, bias, least_trained=None) if fits else f"of {list(shape)} features in blocks of {list(block)}"
+
+
 def _read_fp8_rows(part: nn.Module) -> Union[str, Layer]:
     held = part.__dict__["_parameters"]
     weight, scales, bias = held.get("weight"), held.get("weight_scale"), held.get("bias")
@@ -374,6 +404,8 @@ def words_of(weights: Iterable[Any]) -> str:
     found = [each for each in weights if type(each) is quantized.QuantizedWeight]
     most = dispatch.most_blocked_rows(found[0].data, found) if quantized.are_blocked(*found) else dispatch.ANY_ROWS
     rows = f" up to {most} rows" if most < dispatch.ANY_ROWS else ""
+    least = dispatch.least_blocked_rows(found)
+    rows = f" from {least} rows on" if least > 0 else rows
     return f" in {' and '.join(dict.fromkeys(each.format for each in found))}{rows}" if found else ""
 
 

@@ -126,7 +126,10 @@ def _takes_blocked(x: Tensor, layers: Sequence[Layer]) -> bool:
         return False
     if not (is_bare or is_recorded or dispatch.has_few_rows(x)):  # adapters of more rows in inference: not measured
         return False
-    return is_recorded or x.shape[:-1].numel() <= dispatch.most_blocked_rows(x, blocked)
+    if any(weight.format == quantized.TILES for weight in blocked) and x.dtype is not torch.bfloat16:
+        return False  # their own product rounds x to that
+    least, most = dispatch.least_blocked_rows(blocked), dispatch.most_blocked_rows(x, blocked)
+    return is_recorded or least <= x.shape[:-1].numel() <= most
 
 
 def _is_decoded(layer: Layer, x: Tensor) -> bool:

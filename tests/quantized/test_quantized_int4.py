@@ -1,0 +1,182 @@
+"""int4 in the tiles of tensor cores: torchao's Int4TilePackedTo4dTensor in linear layers of torch.
+
+torch's product for it runs on GPUs alone; elsewhere the compiled ops are forced, and the weights are packed here.
+"""
+
+import contextlib
+import copy
+import importlib
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import machine
+from modules import Gated
+from safety import assert_close
+
+torchao = pytest.importorskip("torchao.quantization")
+
+ON_CPU = machine.device_type() == "cpu"
+HOPPER = not ON_CPU and torch.cuda.get_device_capability() == (9, 0)
+
+
+@pytest.fixture(autouse=True)
+def forced(fused_mlp):
+    with contextlib.nullcontext() if HOPPER else fused_mlp.backend(machine.device_type()):
+        yield
+
+
+@pytest.fixture
+def ops(fused_mlp, monkeypatch):
+    quantized = sys.modules[f"{fused_mlp.__name__}.quantized.weights"]
+    called, op = [], quantized.run
+    monkeypatch.setattr(quantized, "run", lambda *given: (called.append("packed"), op(*given))[1])
+    return called
+
+
+def in_tiles(codes):
+    """Codes ``[out, in]`` as a lane of a warp has them for m16n8k16, filled up to whole tiles."""
+    out, width = codes.shape
+    codes = F.pad(codes.int(), (0, -width % 1024, 0, -out % 8))
+    words = torch.zeros(codes.shape[0] // 8, codes.shape[1] // 128, 32, 4, dtype=torch.int32, device=codes.device)
+    for lane in range(32):
+        for word in range(4):
+            for place, column in enumerate((0, 8, 16, 24, 1, 9, 17, 25)):
+                found = codes[lane // 4 :: 8, word * 32 + lane % 4 * 2 + column :: 128]
+                words[:, :, lane, word] |= found << 4 * place
+    return words
+
+
+def made(out, width, group, device):
+    """A layer with such a weight, and what it stands for, in float64."""
+    codes = torch.randint(16, (out, width), device=device)
+    words = in_tiles(codes)
+    pairs = torch.randn(words.shape[1] * 128 // group, words.shape[0] * 8, 2, device=device)
+    pairs = (pairs * 0.3 * width**-0.5).bfloat16()
+    scale, zero = pairs.double().permute(2, 1, 0).repeat_interleave(group, 2)[:, :out, :width]
+    layer = nn.Linear(width, out, bias=False, device=device, dtype=torch.bfloat16)
+    weight = torchao.Int4TilePackedTo4dTensor(words, pairs, [1, group], torch.Size((out, width)))
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer, (codes - 8) * scale + zero
+
+
+@pytest.mark.parametrize("shape", [(8, 1024, 128), (13, 1032, 256), (72, 1000, 32), (256, 2048, 64)])
+def test_decoded(fused_mlp, device, shape):
+    layer, wanted = made(*shape, device)
+    weight = layer.weight
+    found = fused_mlp.QuantizedWeight.from_int4_tiles(weight.qdata, weight.scale_and_zero, shape[:2], shape[2])
+    assert found.data.data_ptr() == weight.qdata.data_ptr()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert torch.equal(found.dequantize(dtype), wanted.to(dtype))
+    if not ON_CPU:
+        identity = torch.eye(shape[1], device=device, dtype=torch.bfloat16)
+        assert torch.equal(layer(identity).t(), found.dequantize(torch.bfloat16))
+    x = torch.randn(5, shape[1], device=device, dtype=torch.bfloat16)
+    assert_close(fused_mlp.linear(x, found).double(), x.double() @ wanted.t(), 8e-3)
+
+
+def test_what_is_no_such_weight(fused_mlp, device):
+    layer, _ = made(16, 1024, 64, device)
+    words, pairs = layer.weight.qdata, layer.weight.scale_and_zero
+    of_tiles, x = fused_mlp.QuantizedWeight.from_int4_tiles, torch.randn(2, 1024, device=device).bfloat16()
+    with pytest.raises(TypeError, match=r"weight must be a tensor \[out / 8, in / 128, 32, 4\]"):
+        of_tiles(words.view(-1), pairs, (16, 1024), 64)
+    for weight, error, said in (
+        (of_tiles(words, pairs, (24, 1024), 64), ValueError, "weight.data must be contiguous, of 3072 elements"),
+        (of_tiles(words, pairs[1:], (16, 1024), 64), ValueError, "weight.scales must be contiguous, of 512 elements"),
+        (of_tiles(words, pairs.float(), (16, 1024), 64), TypeError, "weight.scales must be a tensor of torch.bfloat16"),
+        (of_tiles(words, pairs, (16, 1024), 48), ValueError, "a multiple of 32 columns"),
+    ):
+        with pytest.raises(error, match=said):
+            fused_mlp.linear(x, weight)
+
+
+def built(fused_mlp, device):
+    mlp = Gated(sizes=(1024, 256, 1024))
+    weights = []
+    for name, sizes in (("gate_proj", (256, 1024)), ("up_proj", (256, 1024)), ("down_proj", (1024, 256))):
+        layer, weight = made(*sizes, 64, device)
+        setattr(mlp, name, layer)
+        weights.append(weight)
+    model = nn.Sequential(mlp).eval().requires_grad_(False)
+    fused = copy.deepcopy(model)
+    assert not fused_mlp.fuse_mlps(fused).left
+    return model, fused, weights
+
+
+def product(x, weights):
+    gate, up, down = weights
+    x = x.double()
+    return (F.silu(x @ gate.t()) * (x @ up.t())) @ down.t()
+
+
+def test_an_mlp(fused_mlp, device, ops):
+    model, fused, weights = built(fused_mlp, device)
+    x = torch.randn(3, 40, 1024, device=device, dtype=torch.bfloat16)
+    assert_close(fused(x).double(), product(x, weights), 2e-2)
+    assert ops == ["packed"]
+    assert ("from 64 rows on" in fused_mlp.explain(fused).reason) == HOPPER
+    if not ON_CPU:
+        assert_close(fused(x), model(x), 2e-2)
+    with contextlib.suppress(NotImplementedError, RuntimeError):  # there is no product of torch's to call
+        fused(x.half())
+    assert ops == ["packed"]
+
+
+@pytest.mark.skipif(not HOPPER, reason="where they were not measured they are forced")
+def test_few_rows_and_others_are_left(fused_mlp, device, ops):
+    model, fused, _ = built(fused_mlp, device)
+    for rows, is_taken in ((1, False), (63, False), (64, True)):
+        x = torch.randn(rows, 1024, device=device, dtype=torch.bfloat16)
+        assert_close(fused(x), model(x), 2e-2)
+        assert ops == ["packed"] * is_taken
+    ops.clear()
+    x = torch.randn(64, 1024, device=device, dtype=torch.bfloat16)
+    with torch.autocast("cuda", torch.bfloat16):
+        assert_close(fused(x), model(x), 2e-2)
+    assert fused(x.requires_grad_()).shape == x.shape
+    assert ops == []
+
+
+def scaled(layer, monkeypatch):
+    layer.weight.act_pre_scale = torch.ones(1024, device=layer.weight.device)
+
+
+def hooked(layer, monkeypatch):
+    layer.register_forward_hook(lambda module, given, output: output * 2)
+
+
+def of_wide_blocks(layer, monkeypatch):
+    layer.weight.block_size = [2, 64]
+
+
+def patched(layer, monkeypatch):
+    kind = type(layer.weight)
+    monkeypatch.setitem(kind._TORCH_FN_TABLE[kind], F.linear, lambda *given: None)
+
+
+CHANGES = {"for what it is given": scaled, "hook": hooked, "in blocks of": of_wide_blocks, "a patched weight": patched}
+
+
+@pytest.mark.parametrize("said", CHANGES)
+def test_changes_are_seen(fused_mlp, device, monkeypatch, said):
+    parts = importlib.import_module(f"{fused_mlp.__name__}.models.parts.quantized")
+    layer, wanted = made(256, 1024, 64, device)
+    assert parts.is_read(layer)
+    assert torch.equal(parts.layer_of(layer).weight.dequantize(torch.float32), wanted.float())
+    layer.weight.qdata.zero_()
+    assert parts.layer_of(layer).weight.dequantize(torch.float32).ne(wanted.float()).any()
+    CHANGES[said](layer, monkeypatch)
+    assert said in parts.layer_of(layer)
+
+
+def test_on_a_cpu_they_are_left(fused_mlp, device):
+    if not ON_CPU:
+        pytest.skip("on a GPU they are taken")
+    parts = importlib.import_module(f"{fused_mlp.__name__}.models.parts.quantized")
+    layer, _ = made(256, 1024, 64, device)
+    with fused_mlp.backend("auto"):
+        assert "on a CPU" in parts.layer_of(layer)
