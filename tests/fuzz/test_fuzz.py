@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fuzz
+import fuzz_changes
 import machine
 import reference
 from reference import ACTIVATIONS, DTYPES, FUNCTIONS, operands
@@ -76,3 +77,9 @@ def gradients(function, operands, wanted, layout):
         grad = grad.transpose(0, -1).contiguous().transpose(0, -1)
     found = torch.autograd.grad(result, [given[name] for name in wanted], grad)
     return {"result": result.detach(), **dict(zip(wanted, found, strict=True))}
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_models_that_change(fused_mlp, device, seed):
+    """The cases are the same in every run: of new ones, fuzz_changes.py runs thousands."""
+    fuzz_changes.check(fused_mlp, seed, device)

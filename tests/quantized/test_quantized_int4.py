@@ -7,6 +7,7 @@ import contextlib
 import copy
 import importlib
 import sys
+import types
 
 import pytest
 import torch
@@ -115,10 +116,10 @@ def product(x, weights):
 
 def test_an_mlp(fused_mlp, device, ops):
     model, fused, weights = built(fused_mlp, device)
-    x = torch.randn(3, 40, 1024, device=device, dtype=torch.bfloat16)
+    x = torch.randn(3, 50, 1024, device=device, dtype=torch.bfloat16)
     assert_close(fused(x).double(), product(x, weights), 2e-2)
     assert ops == ["packed"]
-    assert ("from 64 rows on" in fused_mlp.explain(fused).reason) == HOPPER
+    assert ("from 129 rows on" in str(fused_mlp.explain(fused).parts)) == HOPPER
     if not ON_CPU:
         assert_close(fused(x), model(x), 2e-2)
     with contextlib.suppress(NotImplementedError, RuntimeError):  # there is no product of torch's to call
@@ -129,16 +130,26 @@ def test_an_mlp(fused_mlp, device, ops):
 @pytest.mark.skipif(not HOPPER, reason="where they were not measured they are forced")
 def test_few_rows_and_others_are_left(fused_mlp, device, ops):
     model, fused, _ = built(fused_mlp, device)
-    for rows, is_taken in ((1, False), (63, False), (64, True)):
+    for rows, is_taken in ((1, False), (128, False), (129, True)):
         x = torch.randn(rows, 1024, device=device, dtype=torch.bfloat16)
         assert_close(fused(x), model(x), 2e-2)
         assert ops == ["packed"] * is_taken
     ops.clear()
-    x = torch.randn(64, 1024, device=device, dtype=torch.bfloat16)
+    x = torch.randn(129, 1024, device=device, dtype=torch.bfloat16)
     with torch.autocast("cuda", torch.bfloat16):
         assert_close(fused(x), model(x), 2e-2)
     assert fused(x.requires_grad_()).shape == x.shape
     assert ops == []
+
+
+@pytest.mark.parametrize(("elements", "rows"), [(1 << 18, 129), (1 << 20, 33), (1 << 23, 17)])
+def test_fewest_rows_are_those_of_a_call(fused_mlp, monkeypatch, elements, rows):
+    """Of large weights, and of all of a call's together, fewer rows pay."""
+    dispatch = importlib.import_module(f"{fused_mlp.__name__}.dispatch")
+    monkeypatch.setattr(dispatch, "is_forced", lambda: False)
+    weight = types.SimpleNamespace(format="int4_tiles", shape=(elements // 1024 // 2, 1024))
+    assert dispatch.least_blocked_rows([weight, weight]) == rows
+    assert dispatch.least_blocked_rows([types.SimpleNamespace(format="int8", shape=(8, 1024))]) == 0
 
 
 def scaled(layer, monkeypatch):

@@ -29,7 +29,9 @@ _VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 # where no kernels of many rows take them (measured on an H200, as is the bound below).
 MOST_ROWS: Dict[str, int] = {"fp8": 64, "mxfp4": 80}
 # Up to so many, kernels are those of few rows; those of more rows are Hopper's. Of FP8 they round x to FP8.
-MOST_FEW_ROWS: Dict[str, int] = {"fp8": 3, "mxfp4": 28}
+MOST_FEW_ROWS: Dict[str, int] = {"fp8": 3, "mxfp4": 24}
+# Hopper's kernels decode MXFP4 for each tile of rows: for more rows an expert to decode it once takes less time.
+_MOST_MANY_ROWS = 768
 
 
 class QuantizedStack(NamedTuple):
@@ -163,7 +165,7 @@ def _has_many_rows(given: Tuple[Any, ...], form: Form) -> bool:
     if index.numel() <= MOST_FEW_ROWS[gate_up.format] * gate_up.shape[0]:
         return False
     if gate_up.format == "mxfp4":
-        return True
+        return index.numel() <= _MOST_MANY_ROWS * gate_up.shape[0]
     if any(bias is not None for bias in biases):
         return False
     if form.interleaved or form.limit is not None or form.up_offset != 0:
@@ -251,7 +253,7 @@ def refusal(given: Tuple[Any, ...], form: Form) -> Optional[str]:
     if gate_up.format != down.format:
         return "weights of two formats"
     if index.numel() > MOST_ROWS[gate_up.format] * experts and not _has_many_rows(given, form):
-        return f"more than {MOST_ROWS[gate_up.format]} rows an expert"
+        return f"{index.numel() // experts} rows an expert"
     hidden = down.shape[2]
     if hidden % 64 or x.shape[-1] % 64 or down.shape[1] % 8 or hidden == 0 or down.shape[1] == 0:
         return "inputs that are no multiples of 64, or features that are none of 8"
