@@ -1,6 +1,7 @@
 """experts_mlp: held to float64 formulas, with the error of an eager loop over the experts as the limit."""
 
 import functools
+import gc
 import importlib
 import itertools
 import random
@@ -531,6 +532,7 @@ def test_memory_of_trained_forms(fused_mlp, device):
     compute = functools.partial(fused_mlp.experts_mlp, activation="quick_gelu", **leaves, **OF_GPT_OSS)
 
     def held():
+        gc.collect()  # what other tests have left must not be freed in between
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

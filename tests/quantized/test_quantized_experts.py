@@ -7,7 +7,7 @@ import torch
 
 import reference
 from reference import FORMULAS, assert_no_worse_than_eager
-from test_experts import GPT_OSS, drawn, eager, exact
+from test_experts import GPT_OSS, drawn, eager, exact, hopper
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FORMATS = ("fp8", "mxfp4")
@@ -154,6 +154,20 @@ def test_shapes(fused_mlp, device, tokens, k, experts, sizes, block, dtype, form
     for form in ({}, {"interleaved": True, **GPT_OSS}, {"gated": False}):
         made = drawn(tokens, k, experts, sizes, dtype=dtype, device=device, biases=bool(form), **form)
         check(fused_mlp, made, format, "quick_gelu" if "limit" in form else "silu", block, **form)
+
+
+@hopper
+@pytest.mark.parametrize("outputs", [8, 64, 104, 264])
+def test_the_same_bits_beside_other_work(fused_mlp, device, outputs):
+    """Results leave through memory that the next ones are written to: no sooner than they were read, however late."""
+    made = drawn(300, 2, 3, (448, 384, outputs), dtype=torch.bfloat16, device=device, biases=False)
+    given, result = check(fused_mlp, made, "fp8")
+    busy = torch.empty(2, 1 << 28, dtype=torch.uint8, device=device)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(300):
+            busy[0].copy_(busy[1])
+    for _ in range(1000):
+        assert torch.equal(fused_mlp.experts_mlp(**given, activation="silu"), result)
 
 
 # Those of experts, whose tiles are filled, half filled, and cut.

@@ -73,6 +73,7 @@ __device__ __forceinline__ void store_half(const ScaledArgs& args, const float (
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int part = 0; part < 2; ++part) {
+    if (column + part * 64 >= args.n) return;  // a box that is taken and not sent would be no group to await
     const uint32_t box = boxes.next(), place = (box + lane % 16 * 128) | ((lane / 16 ^ lane % 8) * 16);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {  // 16 columns
@@ -80,7 +81,7 @@ __device__ __forceinline__ void store_half(const ScaledArgs& args, const float (
       sm90::store_matrix_x4(place ^ j * 32, round_pair<Element>(of[0], of[1]), round_pair<Element>(of[2], of[3]),
                             round_pair<Element>(of[4], of[5]), round_pair<Element>(of[6], of[7]));
     }
-    if (column + part * 64 < args.n) send_box(args.out, box, row, column + part * 64);
+    send_box(args.out, box, row, column + part * 64);
   }
 }
 
