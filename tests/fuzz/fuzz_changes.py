@@ -167,7 +167,7 @@ def check(fused_mlp, seed: int, device: torch.device) -> None:
         wanted = result(model, given, records)
         for call in range(CALLS):
             found = result(fused, given, records)
-            where = f"seed {seed}: {name} with {done}, call {call}"
+            where = f"{name} with {done}, call {call}"
             if not isinstance(wanted, torch.Tensor):
                 assert found is wanted, f"{where}: {found}, unfused {wanted}"
             elif wanted.isfinite().all():
@@ -191,9 +191,9 @@ def main() -> int:
     for seed in tqdm(range(options.seed, options.seed + options.cases), unit="case", disable=None):
         try:
             check(fused_mlp, seed, device)
-        except AssertionError as error:
+        except Exception as error:
             failures += 1
-            print(f"\n{error}", file=sys.stderr)
+            print(f"\nseed {seed}: {type(error).__name__}: {error}", file=sys.stderr)
     print(f"{options.cases} cases, {failures} failures")
     return int(failures > 0)
 
