@@ -55,12 +55,13 @@ def ops(fused_mlp, monkeypatch):
 
 
 def nearness(kind):
-    """The tolerance of gradients of adapters, which both round to 16 bit on a GPU, in other places.
+    """The tolerance of models with adapters, whose gradients both round to 16 bit on a GPU, in other places.
 
     On an H200, of 54 draws of these models, they were up to 0.116 of a tensor's largest value apart; over the decoded
-    weights in float64 the error of both was up to 0.14, ours 0.3 to 2.7 times the other's.
+    weights in float64 the error of both was up to 0.14, ours 0.3 to 2.7 times the other's. On a CPU results of bitsandbytes' int8, which rounds x, were up to 0.065 apart in
+    863 draws, and more than its tolerance of 0.04 in 4.
     """
-    return tolerance(kind) if ON_CPU else 2.5 * tolerance(kind)
+    return (2 if ON_CPU else 2.5) * tolerance(kind)
 
 
 def plain(model):
@@ -128,7 +129,7 @@ def test_adapters(fused_mlp, device, ops, kind, name):
     alike(lambda each: each.eval(), model, fused)
     ops.clear()
     with torch.no_grad():
-        assert_close(run(fused, inputs), run(model, inputs), tolerance(kind))
+        assert_close(run(fused, inputs), run(model, inputs), nearness(kind))
 
 
 @kinds
