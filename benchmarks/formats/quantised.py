@@ -9,8 +9,7 @@
 `eager` is a gated MLP of bitsandbytes.nn.Linear4bit, or of FP8 and integers what quantised_fp8.py and
 quantised_integers.py say; `ours` is this package with the same weights, and `ours-bf16` with weights of bfloat16. On a
 GPU calls run in CUDA graphs, and weights of a GPU's size take turns, so that none is found in its L2. On a CPU times
-are the CPU time of one thread. Writes <out>.json
-and, of MLPs, <out>.svg, and prints a table.
+are the CPU time of one thread. Writes <out>.json and, of MLPs, <out>.svg, and prints a table.
 """
 
 import argparse

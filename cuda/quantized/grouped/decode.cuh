@@ -81,7 +81,7 @@ struct StackDecoder<__nv_bfloat16, StackCoding::kMxfp4> {
     return __ldg(reinterpret_cast<const uint16_t*>(static_cast<const uint8_t*>(weight.scales) + at) + block);
   }
 
-  // Of a block's halves, exponents whose bias is that of bfloat16: less 32, and what the bits of codes lack.
+  // Exponents of a block's halves have the bias of bfloat16: less 32, and what the bits of codes lack.
   static __device__ __forceinline__ uint32_t both_scales(RawScales raw) {
     return __vminu2(__byte_perm(raw, 0, 0x4140) + 0x005E005Eu, 0x00FF00FFu) << 7;
   }

@@ -124,7 +124,7 @@ def _decoded_tiles(data: Tensor, scales: Tensor, out: int, width: int, group: in
     """Int4 in the tiles of tensor cores, as a float32 tensor ``[out, width]``."""
     rows, columns = data.shape[0] * 8, data.shape[1] * 128
     codes = torch.stack([data >> 4 * place & 15 for place in range(8)], dim=-1)
-    # By row, tile of columns, word, place in the word, lane of the row, and which of two adjacent columns.
+    # The dimensions become row, tile of columns, word, place in it, lane of the row, and one of two adjacent columns.
     codes = codes.view(-1, data.shape[1], 8, 4, 4, 2, 4).permute(0, 2, 1, 4, 6, 3, 5).reshape(rows, columns)
     scale, zero = scales.double().permute(2, 1, 0).repeat_interleave(group, 2)
     return ((codes - 8) * scale + zero)[:out, :width].float()

@@ -31,8 +31,8 @@ CODES: Dict[str, Tuple[float, ...]] = {
     ),
     "fp4": (*_POSITIVE_FP4, *(-value for value in _POSITIVE_FP4)),
 }
-# The formats whose blocks are of rows and columns, by the dtype of their data.
 TILES = "int4_tiles"
+# The formats whose blocks are of rows and columns, by the dtype of their data.
 BLOCKED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8, TILES: torch.int32}
 FORMATS = (*CODES, *BLOCKED)
 
@@ -155,10 +155,13 @@ class QuantizedWeight(NamedTuple):
     def from_int4_tiles(
         cls, weight: Tensor, scales_and_zeros: Tensor, shape: Tuple[int, int], group: int
     ) -> QuantizedWeight:
-        """The weight ``[out, in]`` of four bits a value in the tiles of tensor cores, which shares the memory of both.
+        """The weight of ``shape`` ``[out, in]`` in four bits that torch's ``_weight_int4pack_mm`` takes.
 
-        torchao's ``Int4TilePackedTo4dTensor`` holds ``weight`` as ``qdata``, and the other as ``scale_and_zero``;
-        ``group`` columns of a row, of a multiple of 32, share a scale. ``in`` must be a multiple of 8.
+        ``weight`` is int32 ``[out / 8, in / 128, 32, 4]`` and ``scales_and_zeros`` bfloat16 ``[groups, out, 2]``, both
+        sizes rounded up to whole tiles; torchao's ``Int4TilePackedTo4dTensor`` holds them as ``qdata`` and
+        ``scale_and_zero``. Their memory is shared. ``group`` columns of a row, a multiple of 32, share a scale, and
+        ``in`` must be a multiple of 8. Raises :class:`OperandTypeError` where ``weight`` has another shape; what else
+        does not fit is an error of the call that is given the weight.
         """
         if not isinstance(weight, Tensor) or weight.dim() != 4 or weight.shape[2:] != (32, 4):
             raise OperandTypeError(f"weight must be a tensor [out / 8, in / 128, 32, 4], got {shape_of(weight)}")
