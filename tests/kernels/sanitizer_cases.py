@@ -478,36 +478,43 @@ def adapted(fused_mlp) -> int:
     return 3 * len(cases)
 
 
+QUANTIZED = "nf4", "nested", "fp8", "fp8 lower blocks", "fp8 rows", "int8", "int4", "int4 tiles"
+
+
+def quantized_weight(fused_mlp, kind: str, n: int, k: int):
+    """A weight of random values in a format."""
+    if kind.startswith("fp8"):
+        block = {"fp8": (128, 128), "fp8 lower blocks": (64, 128), "fp8 rows": (1, k)}[kind]
+        scales = torch.rand(-(-n // block[0]), -(-k // block[1]), device="cuda")
+        values = torch.randn(n, k, device="cuda").to(torch.float8_e4m3fn)
+        return fused_mlp.QuantizedWeight.from_fp8(values, scales, block)
+    if kind == "int8":
+        values = torch.randint(-128, 128, (n, k), dtype=torch.int8, device="cuda")
+        return fused_mlp.QuantizedWeight.from_int8(values, torch.rand(n, device="cuda"), divisor=127)
+    if kind == "int4 tiles":
+        words = torch.randint(1 << 31, (n // 8, -(-k // 128), 32, 4), dtype=torch.int32, device="cuda")
+        pairs = torch.randn(words.shape[1] * 2, n, 2, device="cuda").bfloat16()
+        return fused_mlp.QuantizedWeight.from_int4_tiles(words, pairs, (n, k), 64)
+    data = torch.randint(256, (n * k // 2, 1), dtype=torch.uint8, device="cuda")
+    blocks = n * k // 64
+    if kind == "int4":
+        return fused_mlp.QuantizedWeight.from_int4(data.view(n, -1), torch.rand(n, k // 64, device="cuda"))
+    if kind == "nf4":
+        return fused_mlp.QuantizedWeight(data, torch.rand(blocks, device="cuda"), (n, k))
+    scales = torch.randint(256, (blocks,), dtype=torch.uint8, device="cuda")
+    of_scales = torch.rand(-(-blocks // 256), device="cuda"), torch.rand(256, device="cuda")
+    return fused_mlp.QuantizedWeight(data, scales, (n, k), "nf4", 64, *of_scales, 256, 0.5)
+
+
 def quantized(fused_mlp) -> int:
     """Quantised weights: few rows streamed, more in tiles, many decoded first or rounded to FP8; how many calls."""
     rows, shapes = (1, 7, 16, 30, 33, 100, 300, 600), ((128, 320), (576, 64))
-    kinds = "nf4", "nested", "fp8", "fp8 lower blocks", "fp8 rows", "int8", "int4", "int4 tiles"
-    cases = list(itertools.product(rows, shapes, DTYPES, kinds))
+    cases = list(itertools.product(rows, shapes, DTYPES, QUANTIZED))
     for rows, (width, hidden), dtype, kind in cases:
         print(f"quantised weights: {rows}, {width}, {hidden}, {dtype}, {kind}", flush=True)
 
         def made(n, k, kind=kind):
-            if kind.startswith("fp8"):
-                block = {"fp8": (128, 128), "fp8 lower blocks": (64, 128), "fp8 rows": (1, k)}[kind]
-                scales = torch.rand(-(-n // block[0]), -(-k // block[1]), device="cuda")
-                values = torch.randn(n, k, device="cuda").to(torch.float8_e4m3fn)
-                return fused_mlp.QuantizedWeight.from_fp8(values, scales, block)
-            if kind == "int8":
-                values = torch.randint(-128, 128, (n, k), dtype=torch.int8, device="cuda")
-                return fused_mlp.QuantizedWeight.from_int8(values, torch.rand(n, device="cuda"), divisor=127)
-            if kind == "int4 tiles":
-                words = torch.randint(1 << 31, (n // 8, -(-k // 128), 32, 4), dtype=torch.int32, device="cuda")
-                pairs = torch.randn(words.shape[1] * 2, n, 2, device="cuda").bfloat16()
-                return fused_mlp.QuantizedWeight.from_int4_tiles(words, pairs, (n, k), 64)
-            data = torch.randint(256, (n * k // 2, 1), dtype=torch.uint8, device="cuda")
-            blocks = n * k // 64
-            if kind == "int4":
-                return fused_mlp.QuantizedWeight.from_int4(data.view(n, -1), torch.rand(n, k // 64, device="cuda"))
-            if kind == "nf4":
-                return fused_mlp.QuantizedWeight(data, torch.rand(blocks, device="cuda"), (n, k))
-            scales = torch.randint(256, (blocks,), dtype=torch.uint8, device="cuda")
-            of_scales = torch.rand(-(-blocks // 256), device="cuda"), torch.rand(256, device="cuda")
-            return fused_mlp.QuantizedWeight(data, scales, (n, k), "nf4", 64, *of_scales, 256, 0.5)
+            return quantized_weight(fused_mlp, kind, n, k)
 
         x, weights = torch.randn(rows, width, device="cuda").to(dtype), (made(hidden, width), made(hidden, width))
         with torch.no_grad():
@@ -517,6 +524,16 @@ def quantized(fused_mlp) -> int:
     return 2 * len(cases)
 
 
+def quantized_stack(fused_mlp, kind: str, experts: int, n: int, k: int):
+    """Weights of experts, of random values in a format."""
+    if kind == "fp8":
+        values = torch.randn(experts, n, k, device="cuda").to(torch.float8_e4m3fn)
+        scales = torch.rand(experts, -(-n // 128), -(-k // 128), device="cuda")
+        return fused_mlp.QuantizedStack.from_fp8(values, scales)
+    codes = torch.randint(256, (experts, n, k // 32, 16), dtype=torch.uint8, device="cuda")
+    return fused_mlp.QuantizedStack.from_mxfp4(codes, torch.full((experts, n, k // 32), 120, device="cuda").byte())
+
+
 def quantized_experts(fused_mlp) -> int:
     """Experts in FP8 and MXFP4, of few rows and more, and their decoding; how many calls."""
     cases = list(itertools.product((1, 5, 20, 90, 200), ((128, 320), (576, 64), (96, 160)), ("fp8", "mxfp4")))
@@ -524,12 +541,7 @@ def quantized_experts(fused_mlp) -> int:
         print(f"quantised experts: {tokens}, {width}, {hidden}, {kind}", flush=True)
 
         def made(n, k, kind=kind):
-            if kind == "fp8":
-                values = torch.randn(6, n, k, device="cuda").to(torch.float8_e4m3fn)
-                scales = torch.rand(6, -(-n // 128), -(-k // 128), device="cuda")
-                return fused_mlp.QuantizedStack.from_fp8(values, scales)
-            codes = torch.randint(256, (6, n, k // 32, 16), dtype=torch.uint8, device="cuda")
-            return fused_mlp.QuantizedStack.from_mxfp4(codes, torch.full((6, n, k // 32), 120, device="cuda").byte())
+            return quantized_stack(fused_mlp, kind, 6, n, k)
 
         x = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16)
         index = torch.randint(-1, 7, (tokens, 3), device="cuda")
@@ -541,8 +553,8 @@ def quantized_experts(fused_mlp) -> int:
     return len(cases)
 
 
-def run(tool: str) -> None:
-    """All calls, one at a time and announced, so that what the sanitizer reports stands below its call."""
+def run(tool: str):
+    """All calls, one at a time and announced, so that what the sanitizer reports stands below its call; the package."""
     from kernels import get_kernel
 
     fused_mlp = get_kernel(project.repo_id(), version=project.version(), backend="cuda")
@@ -589,6 +601,7 @@ def run(tool: str) -> None:
             torch.cuda.synchronize()
             calls += 1
     print(f"{calls} calls")
+    return fused_mlp
 
 
 def start(sanitizer: str, tool: str) -> subprocess.Popen:
