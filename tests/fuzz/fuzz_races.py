@@ -26,6 +26,7 @@ import sanitizer_cases
 
 BUSY_BYTES = 1 << 26
 PADDED = "experts_training"  # ops whose kept tensors have rows that nothing writes
+GATE_UP = 2  # the place of such a tensor among the operands of a backward
 
 
 class Repeated(TorchDispatchMode):
@@ -69,10 +70,12 @@ def copied(leaf):
 
 def leaves(op, given: tuple, result) -> list[torch.Tensor]:
     """All that an op writes and defines."""
-    if PADDED in op._schema.name:
-        written = result[0] if op._schema.name.endswith("forward") else result
-    else:
-        written = (given, result) if op._schema.is_mutable else result
+    written = result
+    if PADDED in op._schema.name:  # the result of a forward, the gradients of a backward
+        forward = op._schema.name.endswith("forward")
+        written = result[0] if forward else [grad for grad in result if len(grad) != len(given[0][GATE_UP])]
+    elif op._schema.is_mutable:
+        written = given, result
     return [leaf for leaf in tree_leaves(written) if isinstance(leaf, torch.Tensor) and leaf.is_cuda]
 
 
