@@ -69,14 +69,11 @@ def copied(leaf):
 
 
 def leaves(op, given: tuple, result) -> list[torch.Tensor]:
-    """All that an op writes and defines."""
-    written = result
+    """The results of an op without those that it leaves undefined: it also frees what it overwrites."""
     if PADDED in op._schema.name:  # the result of a forward, the gradients of a backward
         forward = op._schema.name.endswith("forward")
-        written = result[0] if forward else [grad for grad in result if len(grad) != len(given[0][GATE_UP])]
-    elif op._schema.is_mutable:
-        written = given, result
-    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, torch.Tensor) and leaf.is_cuda]
+        result = result[0] if forward else [grad for grad in result if len(grad) != len(given[0][GATE_UP])]
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.is_cuda]
 
 
 def differs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
