@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))
 import sanitizer_cases
 
-BUSY_BYTES = 1 << 26
+BUSY_BYTES = 1 << 28
 PADDED = "experts_training"  # ops whose kept tensors have rows that nothing writes
 GATE_UP = 2  # the place of such a tensor among the operands of a backward
 
@@ -49,7 +49,7 @@ class Repeated(TorchDispatchMode):
         wanted, after = leaves(op, given, result), generator.get_offset()
         differing = torch.zeros((), dtype=torch.int64, device="cuda")
         with torch.cuda.stream(self.stream):
-            for _ in range(max(1, self.repeats // 4)):
+            for _ in range(self.repeats):
                 self.busy[0].copy_(self.busy[1])
         for _ in range(self.repeats):
             generator.set_offset(offset)

@@ -87,9 +87,10 @@ def test_dropout_that_is_active_is_applied(fused_mlp, device, whole):
     assert len(whole) == 1
 
 
-def test_little_work_that_autograd_follows_is_left_at_once(fused_mlp, device, monkeypatch):
+@pytest.mark.parametrize("model_type", ["deberta", "data2vec-vision"])  # with a sum and a norm behind, and without
+def test_little_work_that_autograd_follows_is_left_at_once(fused_mlp, device, monkeypatch, model_type):
     """Both modules are called as they were written; all that is asked before is asked by compiled code."""
-    model = built("deberta").to(device)
+    model = built(model_type).to(device)
     inputs = {name: value.to(device) for name, value in inputs_of(model).items()}
     expected = model(**inputs)[0]
     fused_mlp.fuse_mlps(model)

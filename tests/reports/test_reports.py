@@ -56,6 +56,15 @@ def test_kernelized_parts_are_explained(fused_mlp, device):
     assert fused_mlp.explain(model).reason == "1 of 1 MLP runs in one call"
 
 
+def test_an_mlp_of_coordinates_is_left(fused_mlp):
+    """As that of relative positions in Swin: no kernel multiplies so few inputs."""
+    model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 8))
+    report = fused_mlp.fuse_mlps(model)
+    assert not fused_mlp.is_fused(model)
+    assert [(entry.pattern, entry.reason) for entry in report.left] == [("plain", "no kernel for 2 inputs")]
+    assert fused_mlp.fuse_mlps(nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))).fused
+
+
 def test_a_model_without_mlps_is_explained(fused_mlp):
     explanation = fused_mlp.explain(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)))
     assert (explanation.implementation, explanation.reason) == ("original", "no MLP found")

@@ -62,7 +62,7 @@ Answer is_followed(PyObject* x, Answer recording) {
 PyObject* split_mlp(PyObject* firsts, PyObject* seconds, PyObject* owner, PyObject* names_of_both, PyObject* x,
                     PyObject* rest) {
   const Answer asked = is_recording(), followed = is_followed(x, asked);
-  if (followed == kError || (followed == kYes && PyTuple_Size(rest) != 1)) return nullptr;
+  if (followed == kError || (followed == kYes && PyTuple_Size(rest) > 1)) return nullptr;
   const bool recording = asked == kYes;
   PyObject* state = state_of(owner);
   Few both, starts, ends;

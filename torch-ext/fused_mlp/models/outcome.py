@@ -95,6 +95,9 @@ _ADVICE = {  # by what a detail has in it, of which the first counts
 }
 
 
+_LEAST_INPUTS = 8  # a vector of 16 bit, in which kernels read rows
+
+
 @dataclass(frozen=True)
 class Reason:
     """A reason against fusion.
@@ -258,10 +261,19 @@ def of_nothing_to_fuse(module: nn.Module, methods: Iterable[FunctionType]) -> Op
     """The outcome of methods that can never fuse anything; None if they may fuse something."""
     mlps = [mlp for method in methods if rewriter.is_fused(method) for mlp in rewriter.mlps_in(method, module)]
     firsts = [next(iter(mlp.projections.values()), None) for mlp in mlps]
-    never = [not mlp.pattern.gated and _has_own_product(first) for mlp, first in zip(mlps, firsts)]
-    if not all(never) or not mlps:
+    plain = not any(mlp.pattern.gated for mlp in mlps)
+    if not (mlps and plain):
+        return None
+    if all(map(_has_few_inputs, firsts)):
+        return Outcome(NONE, (Reason(NO_KERNEL, "", f"no kernel for {firsts[0].in_features} inputs"),), _pattern(mlps))
+    if not all(map(_has_own_product, firsts)):
         return None
     return Outcome(NONE, tuple(dict.fromkeys(reason for mlp in mlps for reason in _reasons(mlp))), _pattern(mlps))
+
+
+def _has_few_inputs(projection: Any) -> bool:
+    """True for a layer of coordinates or the like: its product is PyTorch's in any case, so fusing gains nothing."""
+    return type(projection) is nn.Linear and projection.in_features < _LEAST_INPUTS
 
 
 def _has_own_product(projection: Any) -> bool:
