@@ -16,7 +16,7 @@ import machine
 import mixtures
 import reference
 from modules import Decoder, Gated, Halves, Intermediate, OwnBlock, PackedGated, Plain, TanhGelu
-from safety import assert_close, pair, x_of
+from safety import assert_close, fuse, pair, ways, x_of
 
 
 class Dropping(nn.Module):
@@ -304,11 +304,12 @@ HOOKS = {
 
 
 @kinds
+@ways
 @pytest.mark.parametrize("hook", HOOKS)
-def test_global_hooks(fused_mlp, device, kind, hook):
+def test_global_hooks(fused_mlp, device, way, kind, hook):
     """Each part is seen, in the same order as unfused."""
     module = kind().to(device).eval()
-    fused = fused_copy(fused_mlp, module)
+    fused = fuse(fused_mlp, way, copy.deepcopy(module))
     sequences = []
     for candidate in (module, fused):
         parts = []
