@@ -3,7 +3,6 @@
 import copy
 import functools
 import gc
-import importlib.metadata
 import itertools
 import sys
 
@@ -555,11 +554,6 @@ def wrappers(fused_mlp):
     read.known.cache_clear()
     yield read
     read.known.cache_clear()
-
-
-def test_the_installed_version_is_known(wrappers):
-    assert wrappers.digest(lora.ParamWrapper) in wrappers._DIGESTS
-    assert importlib.metadata.version("peft").startswith(tuple(wrappers._DIGESTS.values()))
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -6,8 +6,6 @@ Their own products round x too, or decode the weight at each call. On a CPU the 
 
 import contextlib
 import copy
-import importlib
-import importlib.metadata
 import itertools
 import sys
 
@@ -227,18 +225,3 @@ def test_by_themselves_on_a_cpu(fused_mlp, device, ops, kind):
         with torch.no_grad():
             assert_close(run(fused, few), run(model, few), tolerance(kind))
     assert ops == (["packed"] * MLPS if takes else [])
-
-
-def test_the_installed_versions_are_known(fused_mlp):
-    number = lambda version: tuple(map(int, version.split(".")[:2]))  # noqa: E731
-    parts = importlib.import_module(f"{fused_mlp.__name__}.models.parts.quantized")
-    torchao = pytest.importorskip("torchao.quantization")
-    names = "Int8Tensor", "Float8Tensor", "Int4TilePackedTo4dTensor"
-    of_tensors = [parts.TENSOR_DIGESTS[parts.digest_of_tensor(getattr(torchao, name))] for name in names]
-    of_fp8 = parts.CLASSES[parts._FP8_ROWS].digests[parts.digest_of(CompressedTensorsFP8Linear)]
-    for name, found in (
-        ("transformers", of_fp8),
-        ("bitsandbytes", parts.CLASSES[parts._INT8].digests[parts.digest_of(bnb.nn.Linear8bitLt)]),
-        *(("torchao", each) for each in of_tensors),
-    ):
-        assert number(found) <= number(importlib.metadata.version(name))

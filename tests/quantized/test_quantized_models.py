@@ -398,22 +398,6 @@ def test_patched_methods_are_left(fused_mlp, device, ops, monkeypatch, owner, me
     assert ops == []
 
 
-@pytest.mark.parametrize("dependency", ["bitsandbytes", "peft"])
-def test_the_installed_version_is_known(fused_mlp, dependency):
-    """Each form is known by the first version that has it, and the installed one is the last of those before it."""
-    number = lambda version: tuple(map(int, version.split(".")[:2]))  # noqa: E731
-    parts = importlib.import_module(f"{fused_mlp.__name__}.models.parts.quantized")
-    forms, found = parts._OF_4BIT.digests, parts.digest_of(bnb.nn.Linear4bit)
-    if dependency == "peft":
-        parts = importlib.import_module(f"{fused_mlp.__name__}.models.parts.adapters")
-        forms = parts._DIGESTS["peft.tuners.lora.bnb.Linear4bit"]
-        found = parts.digest(peft.tuners.lora.bnb.Linear4bit)
-    versions = list(map(number, forms.values()))
-    assert versions == sorted(set(versions))
-    installed = number(importlib.metadata.version(dependency))
-    assert number(forms[found]) == max(version for version in versions if version <= installed)
-
-
 # The properties of a model beside its values.
 
 
