@@ -21,6 +21,7 @@ import break_even
 import experts
 import peers
 import plots
+import points
 import providers
 import quantised
 import training
@@ -169,12 +170,15 @@ def test_a_run_on_this_machine(monkeypatch, capsys, tmp_path, quick_facts):
 
 
 def results(monkeypatch, benchmark, out, *arguments):
-    """The file that a run of a benchmark writes; it prints its table and draws its plots, but for those of models."""
+    """The file that a run of a benchmark writes; it prints its table and draws its plots, but for those of models and
+    of runs without eager."""
     quick = ("--rounds", "1", "--seconds", "0.0005", "--out", str(out))
     monkeypatch.setattr(sys, "argv", [f"{benchmark.__name__}.py", *arguments, *quick])
     benchmark.main()
-    assert out.with_suffix(".svg").exists() or "--models" in arguments
-    return json.loads(out.with_suffix(".json").read_text())["results"]
+    found = json.loads(out.with_suffix(".json").read_text())["results"]
+    is_drawn = "--models" not in arguments and any("eager" in result["providers"] for result in found)
+    assert out.with_suffix(".svg").exists() == is_drawn
+    return found
 
 
 def test_a_run_of_experts(monkeypatch, tmp_path, quick_facts):
@@ -215,6 +219,19 @@ def test_a_run_of_quantised(monkeypatch, tmp_path, quick_facts):
     assert [result["format"] for result in found] == [form for form in wanted for _ in range(2)]
     assert not any(result["left"] for result in found)
     assert all(result["providers"].keys() == set(quantised.PROVIDERS) for result in found)
+
+
+def test_a_provider_that_fails_loses_no_other(monkeypatch, tmp_path, quick_facts):
+    """Neither at its first call nor among the turns."""
+    monkeypatch.setattr(quantised.GatedMLP, "forward", lambda self, x: 1 / 0)
+    (found,) = results(monkeypatch, quantised, tmp_path / "run", "--quick", "--formats", "nf4", "--rows", "1")
+    assert found["left"] == {"eager": "ZeroDivisionError: division by zero"}
+    assert found["providers"].keys() == {"ours", "ours-bf16"}
+    left: dict[str, str] = {}
+    turns = points.compared(
+        {"a": lambda: 1, "b": lambda: 1 / 0}, lambda calls: {n: c() for n, c in calls.items()}, left
+    )
+    assert turns == {"a": 1} and left.keys() == {"b"}
 
 
 def test_a_run_of_quantised_models(monkeypatch, tmp_path, quick_facts):
