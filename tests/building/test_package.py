@@ -28,31 +28,8 @@ def local_kernels():
     return f"{project.repo_id()}={machine.build_folder().resolve()}"
 
 
-def test_exports(fused_mlp):
-    assert set(fused_mlp.__all__) == {
-        "Adapter",
-        "QuantizedStack",
-        "QuantizedWeight",
-        "act_and_mul",
-        "backend",
-        "benchmark",
-        "check",
-        "experts_mlp",
-        "explain",
-        "fuse_mlps",
-        "gated_linear",
-        "gated_mlp",
-        "geglu",
-        "is_fused",
-        "layers",
-        "linear",
-        "mlp",
-        "register_experts",
-        "swiglu",
-    }
+def test_exports_are_described(fused_mlp):
     assert all(getattr(fused_mlp, name).__doc__ for name in fused_mlp.__all__)
-    named = {"GeGLUMLP", "SwiGLUMLP", "GatedMLP", "PackedGatedMLP", "MLP", "Linear"}
-    assert named | {"GeluAndMul", "GeluTanhAndMul", "SiluAndMul"} <= set(fused_mlp.layers.__all__)
     assert all(getattr(fused_mlp.layers, name).__doc__ for name in fused_mlp.layers.__all__)
 
 
