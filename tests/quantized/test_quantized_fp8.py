@@ -4,7 +4,6 @@ Its own products are kernels from the Hub. Here a function stands in their place
 weight and counts how often it is called. On a CPU the compiled ops are forced.
 """
 
-import contextlib
 import copy
 import sys
 
@@ -18,22 +17,12 @@ import machine
 from safety import alike, assert_close
 from safety import run_with_gradients as run
 from test_quantized import of_fp8
-from tiny_models import LLM
+from test_quantized_models import MLPS, WIDE, forced
+from test_quantized_models import MODELS as FOUR_BIT
 
-WIDE = LLM | {"hidden_size": 64, "intermediate_size": 256}
-MODELS = {
-    "Llama": ("LlamaForCausalLM", "LlamaConfig", {"mlp_bias": True}, "gated"),
-    "Phi3": ("Phi3ForCausalLM", "Phi3Config", {}, "packed gated"),
-    "GPT-NeoX": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {}, "plain"),
-}
-MLPS = 2
+MODELS = {name: of[:4] for name, of in FOUR_BIT.items() if name != "BERT"}
+assert forced  # a fixture
 BLOCK = (128, 128)
-
-
-@pytest.fixture(autouse=True)
-def forced(fused_mlp):
-    with fused_mlp.backend(machine.device_type()) if machine.device_type() == "cpu" else contextlib.nullcontext():
-        yield
 
 
 @pytest.fixture

@@ -4,10 +4,8 @@ linear layers of torch, and transformers' layers for compressed-tensors.
 Their own products round x too, or decode the weight at each call. On a CPU the compiled ops are forced.
 """
 
-import contextlib
 import copy
 import itertools
-import sys
 
 import pytest
 import torch
@@ -18,11 +16,12 @@ from transformers.integrations.compressed_tensors import CompressedTensorsFP8Lin
 import machine
 from safety import alike, assert_close
 from safety import run_with_gradients as run
-from test_quantized_fp8 import MLPS, MODELS, WIDE
+from test_quantized_fp8 import MLPS, MODELS, WIDE, forced, ops
 
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes does not load on this machine", exc_type=ImportError)
 
 ON_CPU = machine.device_type() == "cpu"
+assert forced and ops  # fixtures
 
 
 def of_bitsandbytes(source):
@@ -62,20 +61,6 @@ KINDS = {
     "compressed-tensors fp8": (of_rows, "fp8", 8e-2),
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
-
-
-@pytest.fixture(autouse=True)
-def forced(fused_mlp):
-    with fused_mlp.backend("cpu") if ON_CPU else contextlib.nullcontext():
-        yield
-
-
-@pytest.fixture
-def ops(fused_mlp, monkeypatch, dispatched):
-    quantized = sys.modules[f"{fused_mlp.__name__}.quantized.weights"]
-    called, op = [], quantized.run
-    monkeypatch.setattr(quantized, "run", lambda *given: (called.append("packed"), op(*given))[1])
-    return called
 
 
 def build(device, kind, name="Llama"):

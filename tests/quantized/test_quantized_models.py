@@ -9,7 +9,6 @@ import copy
 import functools
 import importlib
 import importlib.metadata
-import pickle
 import sys
 
 import peft
@@ -415,18 +414,6 @@ def test_state_and_copies(fused_mlp, device, ops):
         assert_close(run(fused, inputs), expected, tolerance(device))  # nothing is shared
 
 
-def test_restored(fused_mlp, device, ops):
-    model, inputs = build("Llama", device)
-    fused = copy.deepcopy(model)
-    before = {path: set(vars(module)) for path, module in fused.named_modules()}
-    report = fused_mlp.fuse_mlps(fused, verify=False)
-    report.restore()
-    assert {path: set(vars(module)) for path, module in fused.named_modules()} == before
-    with torch.no_grad():
-        assert_close(run(fused, inputs), run(model, inputs), tolerance(device))
-    assert ops == []
-
-
 @pytest.mark.parametrize("kind", [Gated, Plain])
 def test_quantised_after(fused_mlp, device, ops, kind):
     """The projections of a fused module, replaced."""
@@ -440,23 +427,6 @@ def test_quantised_after(fused_mlp, device, ops, kind):
     with torch.no_grad():
         assert_close(module(x), plain(x), tolerance(device))
     assert ops == ["forward"]
-
-
-@torch.no_grad()
-def test_pickled(fused_mlp, device, ops):
-    """The model that comes back is not fused."""
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    module = quantise(Gated(bias=True, sizes=(64, 128, 64)).to(device, dtype), dtype).train()
-    x = torch.randn(5, 64, device=device, dtype=dtype)
-    expected = module(x)
-    fused_mlp.fuse_mlps(module, verify=False)
-    loaded = pickle.loads(pickle.dumps(module))
-    assert_close(loaded(x), expected, tolerance(device))
-    assert ops == []
-    for each in (module, loaded):
-        fused_mlp.fuse_mlps(each, verify=False)
-        assert_close(each(x), expected, tolerance(device))
-    assert ops == ["forward"] * 2
 
 
 def test_verification_leaves_weights_alone(fused_mlp, device):

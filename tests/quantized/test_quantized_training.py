@@ -22,6 +22,7 @@ from test_quantized_int8 import (
     MODELS,
     ON_CPU,
     build,
+    forced,
     of_rows,
     of_torchao,
     quantized_parts,
@@ -40,13 +41,8 @@ PROJECTIONS = {
     "Phi3": ["gate_up_proj", "down_proj"],
     "GPT-NeoX": ["dense_h_to_4h", "dense_4h_to_h"],
 }
+assert forced  # a fixture
 BOTH_WAYS = ["forward"] * MLPS + ["backward"] * MLPS
-
-
-@pytest.fixture(autouse=True)
-def forced(fused_mlp):
-    with fused_mlp.backend("cpu") if ON_CPU else contextlib.nullcontext():
-        yield
 
 
 @pytest.fixture
