@@ -50,31 +50,39 @@ def assert_alike(got, expected, **tolerance):
             torch.testing.assert_close(one, other, **tolerance)
 
 
+@pytest.fixture(params=[*look_alikes.ALL, *look_alikes.WRITTEN], ids=lambda kind: getattr(kind, "__name__", kind))
+def look_alike(request, written):
+    """A class, what of it is fused, and whether it has an MLP."""
+    if isinstance(request.param, type):
+        return request.param, request.param.fused, True
+    parent, fused, body = look_alikes.WRITTEN[request.param]
+    return written(body, parent), fused, request.param not in look_alikes.NO_MLPS
+
+
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
-@pytest.mark.parametrize("kind", look_alikes.ALL)
-def test_look_alikes(fused_mlp, device, kind, verify):
+def test_look_alikes(fused_mlp, device, look_alike, verify):
     """Nothing but what the code says is fused, with or without a comparison; and what it computes stays the same."""
+    kind, fused, has_mlp = look_alike
     module = kind(bias=True).to(device)
     x = torch.randn(4, 32, device=device)
     plain = copy.deepcopy(module)
     report = fused_mlp.fuse_mlps(module, verify=verify)
     assert_alike(behaviour(module, x), behaviour(plain, x), rtol=1e-3, atol=1e-4)
-    assert len(report.modules) == (0 if kind in look_alikes.NO_MLPS else 1)
-    if kind.fused is None:
+    assert len(report.modules) == has_mlp
+    if fused is None:
         assert report.fused == [] and all(left.reason for left in report.left)
         assert "forward" not in vars(module)
         assert fused_mlp.explain(module).implementation == "original"
     else:
-        assert [entry.pattern for entry in report.modules if entry.extent != "none"] == [kind.fused]
+        assert [entry.pattern for entry in report.modules if entry.extent != "none"] == [fused]
         report.restore()
         assert_alike(behaviour(module, x), behaviour(plain, x), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", look_alikes.ALL)
-def test_look_alikes_compile(fused_mlp, device, kind):
+def test_look_alikes_compile(fused_mlp, device, look_alike):
     """As PyTorch compiles them, with the results of the original."""
     torch.compiler.reset()
-    module = kind(bias=True).to(device).eval()
+    module = look_alike[0](bias=True).to(device).eval()
     x = torch.randn(4, 32, device=device)
     with torch.no_grad():
         torch.manual_seed(0)
