@@ -88,6 +88,11 @@ OTHERS = {
     "a threshold": method("chosen", "index, weights, expert", "return (index == expert) & (weights > 0.1)"),
     "a literal": method("product", "gate, up", "return F.silu(gate.clamp(max=20.0)) * up"),
     "early": loop(start="if x.shape[0] > 64:\n    return x"),
+    "early of another's": method(
+        "forward",
+        "x, index, weights",
+        "if x.shape[0] > 64:\n    return x\nreturn Loop.forward(self, x, index, weights)",
+    ),
     "counting": loop(start="self.counts.index_add_(0, index.flatten(), torch.ones(index.numel()))"),
     "carried": loop("last", start="last = x", end="last = x * 2"),
     "detached": method("product", "gate, up", "with torch.no_grad():\n    hidden = F.silu(gate)\nreturn hidden * up"),

@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 from modules import Halves, Intermediate, Output
-from safety import assert_close, x_of
+from safety import assert_close, warmed, x_of
 from survey import tiny
 from test_coverage import built, inputs_of, largest_error
 from tiny_models import LLM
@@ -65,12 +65,7 @@ def test_models(fused_mlp, device, whole, model_type):
 
 
 def fused_pair(fused_mlp, device, module=None):
-    module = (module or Halves()).to(device).eval()
-    fused = copy.deepcopy(module)
-    assert fused_mlp.fuse_mlps(fused).fused[0].pattern.startswith("plain in two modules")
-    with torch.no_grad():
-        fused(x_of(device))
-    return module, fused
+    return warmed(fused_mlp, (module or Halves()).to(device).eval(), x_of(device), pattern="plain in two modules")
 
 
 def test_dropout_that_is_active_is_applied(fused_mlp, device, whole):
