@@ -266,7 +266,8 @@ def quantised(results: list[dict], where: str, path: Path) -> None:
     measured = results[0]["providers"]
     key = next(key for key in ("graph_us", "thread_us", "wall_us") if key in measured["eager"])
     title = f"A gated MLP of {first[0]} x {first[1]} in {first[2]}, {where}\neager: bitsandbytes' modules"
-    over_rows(*lines_of(results, key, [name for name in measured if name != "eager"]), title, path)
+    names = [name for name in measured if name != "eager" and all(name in each["providers"] for each in results)]
+    over_rows(*lines_of(results, key, names), title, path)
 
 
 def _finish(figure: plt.Figure, axes: Axes, columns: int) -> plt.Figure:

@@ -166,9 +166,11 @@ def captured(run: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin()
-    for _ in range(calls):
-        run()
-    graph.capture_end()
+    try:
+        for _ in range(calls):
+            run()
+    finally:  # or the stream stays one that captures, for who comes next
+        graph.capture_end()
     return graph
 
 

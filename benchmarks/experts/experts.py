@@ -12,9 +12,6 @@ are asked for: the one tunes itself for more than a minute, the other takes that
 something else or finds no time left is named with the reason. Writes <out>.json and <out>.svg, and prints a table.
 """
 
-import argparse
-import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -23,28 +20,19 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests/support"))
-import project
-
-os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
-
-import kernels
 import plots
+import points
 import torch
 import transformers
-from rich.console import Console
+from points import DEVICE, ON_GPU
 from rich.table import Table
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import gemm_kernels
 import measure
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
 ALIKE = 3e-2  # relative difference of two results that bfloat16 explains
 TITLES = {
     "eager": "eager",
@@ -173,19 +161,17 @@ def failing(calls: dict[str, Callable[[], Tensor]], end: float) -> dict[str, str
         if time.monotonic() > end:
             left[name] = "no time left"
             continue
-        try:
+        with points.noting(left, name):
             difference = ((call().float() - expected).norm() / expected.norm()).item()
             if not difference <= ALIKE:
                 left[name] = f"differs by {difference:.1e} from grouped_mm"
-        except Exception as error:  # a way that does not run here must not lose the others' figures
-            left[name] = f"{type(error).__name__}: {error}".splitlines()[0]
     return left
 
 
 def run(given) -> dict:
-    fused_mlp = kernels.get_kernel(project.repo_id(), version=project.version(), backend=DEVICE, trust_remote_code=True)
+    fused_mlp = points.package()
     found = {"machine": {**measure.machine(), "transformers": transformers.__version__, "dtype": "bfloat16"}}
-    found["results"] = results = []
+    found["results"] = []
     cases = [
         (mixture, tokens, routing, backward)
         for routing in given.routing
@@ -194,19 +180,15 @@ def run(given) -> dict:
         for tokens in given.tokens or mixture.tokens
         for backward in ((False, True) if tokens in mixture.trained else (False,))
     ]
-    end = time.monotonic() + 60 * given.minutes if given.minutes > 0 else float("inf")
+    clock = points.Clock(given.minutes, len(cases))
     slow = tuple(given.also) if ON_GPU else ("eager",)
-    module, of = None, None
-    for mixture, tokens, routing, backward in tqdm(cases, disable=None):
-        shape = {"name": mixture.name, "experts": mixture.experts, "top_k": mixture.top_k}
-        shape |= {"dim": mixture.dim, "hidden": mixture.hidden, "tokens": tokens}
-        results.append({**shape, "routing": routing, "backward": backward, "providers": {}, "left": {}})
-        if time.monotonic() > end:
-            results[-1]["left"] = {"all": "no time left"}
-            continue
-        if of is not mixture:
-            module, of = None, mixture  # the last one's memory first
-            module = experts_of(mixture)
+    modules: dict[Mixture, nn.Module] = {}
+
+    def figures(mixture: Mixture, tokens: int, routing: str, backward: bool) -> dict:
+        if mixture not in modules:
+            modules.clear()  # the last one's memory first
+            modules[mixture] = experts_of(mixture)
+        module = modules[mixture]
         index, weights = routed(mixture, tokens, routing)
         x = torch.randn(tokens, mixture.dim, device=DEVICE).bfloat16()
         calls = {}
@@ -217,18 +199,17 @@ def run(given) -> dict:
                 partial(trained, way, module, x, index, weights) if backward else partial(way, x, index, weights)
             )
         with torch.set_grad_enabled(backward):
-            left = failing(calls, end)
+            left = failing(calls, clock.end)
             calls = {name: call for name, call in calls.items() if name not in left}
-            figures = measure.compare(calls, rounds=given.rounds, budget_us=given.seconds * 1e6)
-        results[-1] |= {"providers": figures, "left": left}
-        write(found, given.out)
-    write(found, given.out)
-    return found
+            compare = partial(measure.compare, rounds=given.rounds, budget_us=given.seconds * 1e6)
+            return {"providers": points.compared(calls, compare, left), "left": left}
 
+    def label(mixture: Mixture, tokens: int, routing: str, backward: bool) -> dict:
+        shape = {"name": mixture.name, "experts": mixture.experts, "top_k": mixture.top_k}
+        shape |= {"dim": mixture.dim, "hidden": mixture.hidden, "tokens": tokens}
+        return {**shape, "routing": routing, "backward": backward}
 
-def write(found: dict, out: Path) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    return points.collect(found, cases, label, figures, clock, given.out)
 
 
 def best_of_others(result: dict, key: str) -> float:
@@ -249,10 +230,9 @@ def times(results: list[dict]) -> dict[str, str]:
 
 def print_table(found: dict) -> None:
     results = found["results"]
-    where = found["machine"].get("gpu") or found["machine"]["cpu"]
     names = [name for name in TITLES if any(name in result["providers"] for result in results)]
     for key, title in times(results).items():
-        table = Table(title=f"{where}: {title}, us")
+        table = Table(title=f"{points.where(found)}: {title}, us")
         table.add_column("experts", no_wrap=True)
         for name in (*(TITLES[name] for name in names), "to the best"):
             table.add_column(name, justify="right", no_wrap=True)
@@ -261,28 +241,23 @@ def print_table(found: dict) -> None:
             row = [f"{figures[name][key]:.0f}" if name in figures else "" for name in names]
             ratio = f"{figures['ours'][key] / best_of_others(result, key):.2f}" if "ours" in figures else ""
             table.add_row(label(result), *row, ratio)
-        Console(width=None if sys.stdout.isatty() else 140).print(table)
+        points.show(table)
     for result in results:
         for name, reason in result.get("left", {}).items():
             print(f"{label(result)}: {name}: {reason}")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = points.parser(__doc__, "experts", rounds=7, seconds=0.05, minutes=4.0)
     parser.add_argument("--shapes", nargs="+", choices=[mixture.name for mixture in MIXTURES], help="of these alone")
     parser.add_argument("--tokens", type=int, nargs="+", help="numbers of tokens, in the place of each shape's own")
     parser.add_argument("--routing", nargs="+", choices=("balanced", "zipf"), default=["balanced", "zipf"])
     parser.add_argument("--also", nargs="+", choices=SLOW, default=[], help="compared on a GPU besides the others")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each")
-    parser.add_argument("--seconds", type=float, default=0.05, help="length of a turn")
-    parser.add_argument("--minutes", type=float, default=4.0, help="of the whole run; 0 for as long as it takes")
-    parser.add_argument("--from", dest="source", type=Path, help="show what such a run has written; measure nothing")
-    parser.add_argument("--out", type=Path, default=Path("build/experts"))
     given = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
-    found = json.loads(given.source.read_text()) if given.source else run(given)
+    found = points.found_by(run, given)
     print_table(found)
-    plots.experts(found["results"], found["machine"].get("gpu") or found["machine"]["cpu"], given.out)
+    plots.experts(found["results"], points.where(found), given.out)
 
 
 if __name__ == "__main__":

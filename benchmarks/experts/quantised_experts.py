@@ -6,25 +6,18 @@
 `ours` is experts_mlp with quantised stacks; `decoded` the same where weights are decoded first whatever the rows are;
 `bf16` experts_mlp with weights of bfloat16; `floor` the time of reading the codes and scales of the chosen experts at
 the bandwidth of a copy. transformers' own products of both formats are kernels from the Hub, and are not measured.
-Calls run in CUDA graphs, and routings take turns. Prints a table, and writes it with --out.
+Calls run in CUDA graphs, and routings take turns. Writes <out>.json, and prints a table.
 """
 
-import argparse
 import itertools
-import json
-import os
 import sys
 import unittest.mock
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-import project
-
-os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
-
-import kernels
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import points
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -89,7 +82,7 @@ def in_turns(run: Callable[[Tensor], object], routings: list[Tensor]) -> Callabl
 
 
 def run(given) -> dict:
-    fused_mlp = kernels.get_kernel(project.repo_id(), version=project.version(), backend="cuda", trust_remote_code=True)
+    fused_mlp = points.package("cuda")
     found = {"machine": measure.machine(), "results": []}
     bandwidth = measure.copy_bandwidth()
     for mixture in tqdm(MIXTURES, disable=None):
@@ -134,15 +127,13 @@ def table(found: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = points.parser(__doc__, "quantised-experts", stored=False)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--budget", type=float, default=10_000.0, help="microseconds of a turn")
-    parser.add_argument("--out", type=Path, help="a JSON file to write")
     given = parser.parse_args()
     found = run(given)
     print(table(found))
-    if given.out is not None:
-        given.out.write_text(json.dumps(found, indent=1))
+    points.write(found, given.out)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,10 @@ GPU calls run in CUDA graphs, and weights of a GPU's size take turns, so that no
 are the CPU time of one thread. Writes <out>.json and, of MLPs, <out>.svg, and prints a table.
 """
 
-import argparse
 import copy
 import functools
-import gc
 import importlib
 import itertools
-import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -27,29 +23,21 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "training"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-import project
-
-os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
-
 import bitsandbytes
-import kernels
 import peft
 import plots
+import points
 import quantised_fp8
 import quantised_integers
 import quantised_models
 import torch
 import torch.nn.functional as F
-import training
 import transformers
+from points import DEVICE, ON_GPU
 from torch import Tensor, nn
-from tqdm import tqdm
 
 import measure
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
 FORMATS = {"nf4": ("nf4", False), "nf4-nested": ("nf4", True), "fp4": ("fp4", False)}
 FP8 = {"fp8-blocks": (128, 128), "fp8-rows": None}  # the blocks
 INTEGERS = {
@@ -113,8 +101,10 @@ def made(width: int, hidden: int, form: str) -> list[nn.Module]:
     return [mlp.to(DEVICE).requires_grad_(False) for mlp in mlps]
 
 
-def calls_of(rows: int, width: int, hidden: int, form: str, fused_mlp, providers: list[str]) -> dict[str, Callable]:
-    """A call of each provider, which takes another MLP each time. Raises an error where the results differ."""
+def calls_of(
+    rows: int, width: int, hidden: int, form: str, fused_mlp, providers: list[str], left: dict[str, str]
+) -> dict[str, Callable]:
+    """A call of each provider, which takes another MLP each time; but of those that fail or whose results differ."""
     ops = importlib.import_module(f"{fused_mlp.__name__}._ops").ops
     modules = made(width, hidden, form)
     x = torch.randn(rows, width, device=DEVICE, dtype=torch.bfloat16)
@@ -124,25 +114,33 @@ def calls_of(rows: int, width: int, hidden: int, form: str, fused_mlp, providers
         operands = module.operands()
         return lambda: ops.quantized_mlp(x, *operands, [None] * 3, SILU, True)
 
-    # On a CPU bitsandbytes packs weights anew at the first call in eval mode.
-    own = modules if ON_GPU else [copy.deepcopy(module).eval() for module in modules]
+    def of_its_own(module: nn.Module) -> Callable[[], Tensor]:
+        # On a CPU bitsandbytes packs weights anew at the first call in eval mode.
+        own = module if ON_GPU else copy.deepcopy(module).eval()
+        return lambda: own(x)
+
     ways = {
-        "eager": [lambda module=module: module(x) for module in own],
-        "ours": [of_ours(module) for module in modules],
-        "ours-bf16": [lambda: fused_mlp.gated_mlp(x, *plain, activation="silu")],
+        "eager": lambda: [of_its_own(module) for module in modules],
+        "ours": lambda: [of_ours(module) for module in modules],
+        "ours-bf16": lambda: [lambda: fused_mlp.gated_mlp(x, *plain, activation="silu")],
     }
-    expected, found = (ways[name][0]().float() for name in ("eager", "ours"))
-    if (found - expected).norm() > TOLERANCES[form] * expected.norm():
-        raise RuntimeError("the results differ")
+    gate, up, down = plain
+    expected, calls = F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down).float(), {}
+    for name in ways:  # eager's results first: they are what ours are compared with
+        with points.noting(left, name):
+            runs = ways[name]()
+            found = runs[0]().float()
+            if name == "ours" and (found - expected).norm() > TOLERANCES[form] * expected.norm():
+                raise RuntimeError("the results differ")
+            expected = found if name == "eager" else expected
+            turns = itertools.cycle(runs)
+            calls[name] = lambda turns=turns: next(turns)()
+    for name in set(left) - set(providers):
+        del left[name]
+    return {name: calls[name] for name in providers if name in calls}
 
-    def in_turn(runs: list[Callable]) -> Callable[[], Tensor]:
-        turns = itertools.cycle(runs)
-        return lambda: next(turns)()
 
-    return {name: in_turn(ways[name]) for name in providers}
-
-
-def thread_times(calls: dict[str, Callable], turns: int, budget_us: float) -> dict[str, dict[str, float]]:
+def thread_times(calls: dict[str, Callable], rounds: int, budget_us: float) -> dict[str, dict[str, float]]:
     """CPU time of one thread: the least of a turn's calls, in turns. What else runs on a machine does not count."""
     torch.set_num_threads(1)
 
@@ -154,14 +152,13 @@ def thread_times(calls: dict[str, Callable], turns: int, budget_us: float) -> di
             times.append(time.thread_time_ns() - before)
         return {"thread_us": min(times) * 1e-3}
 
-    return measure.in_turns({name: functools.partial(turn, call) for name, call in calls.items()}, turns)
+    return measure.in_turns({name: functools.partial(turn, call) for name, call in calls.items()}, rounds)
 
 
 @torch.no_grad()
 def run(given) -> dict:
-    fused_mlp = kernels.get_kernel(project.repo_id(), version=project.version(), backend=DEVICE, trust_remote_code=True)
-    kind = "quick" if given.quick else DEVICE
-    points = [
+    fused_mlp, kind = points.package(), "quick" if given.quick else DEVICE
+    todo = [
         (rows, *sizes, form)
         for sizes in WIDTHS[kind]
         for form in given.formats
@@ -169,53 +166,38 @@ def run(given) -> dict:
         if form in ("nf4", "fp8-blocks", *INTEGERS) or sizes == WIDTHS[kind][0]
     ]
     if given.models:
-        points = quantised_models.points(given.formats)
+        todo = quantised_models.points_of(given.formats)
     found = {"machine": {**measure.machine(), **VERSIONS}, "results": []}
-    clock = training.Clock(given.minutes, len(points))
-    with tqdm(points, disable=None) as progress:
-        for point in progress:
-            progress.set_description(" ".join(map(str, point)))
-            clock.next_point()
-            result = {"shape": point[:-1], "format": point[-1], "providers": {}, "left": {}}
-            try:
-                if (reason := clock.refusal()) is not None:
-                    raise TimeoutError(reason)
-                if given.models:
-                    result |= quantised_models.figures(*point, fused_mlp=fused_mlp, given=given)
-                else:
-                    calls = calls_of(*point, fused_mlp, given.providers)
-                    compare = measure.compare_in_graphs if ON_GPU else thread_times
-                    result["providers"] = compare(calls, given.turns, given.seconds * 1e6)
-            except Exception as error:  # the points that are there already are worth more than one that is not
-                result["left"] = {"all": training.words(error)}
-            found["results"].append(result)
-            gc.collect()
-            if ON_GPU:
-                torch.cuda.empty_cache()
-            given.out.parent.mkdir(parents=True, exist_ok=True)
-            given.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    return found
+
+    def figures(*point) -> dict:
+        if given.models:
+            return quantised_models.figures(*point, fused_mlp=fused_mlp, given=given)
+        left: dict[str, str] = {}
+        calls = calls_of(*point, fused_mlp, given.providers, left)
+        compare = measure.compare_in_graphs if ON_GPU else thread_times
+        compare_all = functools.partial(compare, rounds=given.rounds, budget_us=given.seconds * 1e6)
+        return {"providers": points.compared(calls, compare_all, left), "left": left}
+
+    def label(*point) -> dict:
+        return {"shape": point[:-1], "format": point[-1]}
+
+    return points.collect(found, todo, label, figures, points.Clock(given.minutes, len(todo)), given.out)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = points.parser(__doc__, "quantised", rounds=5, seconds=0.02, minutes=8.0)
     all_here = [form for form in TOLERANCES if ON_GPU or form not in ON_GPUS_ALONE]
     parser.add_argument("--formats", nargs="+", choices=list(TOLERANCES), default=all_here)
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
     parser.add_argument("--rows", nargs="+", type=int, help="these, not those of this machine's list")
     parser.add_argument("--models", action="store_true", help="whole models, not MLPs")
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
-    parser.add_argument("--turns", "--rounds", type=int, default=5, help="turns of every provider")
-    parser.add_argument("--seconds", type=float, default=0.02, help="length of a turn")
-    parser.add_argument("--minutes", type=float, default=8.0, help="of the whole run; 0 for as long as it takes")
-    parser.add_argument("--from", dest="source", type=Path, help="show what such a run has written; measure nothing")
-    parser.add_argument("--out", type=Path, default=Path("build/quantised"))
     given = parser.parse_args()
     with torch._dynamo.config.patch(**quantised_fp8.COMPILED):
-        found = json.loads(given.source.read_text()) if given.source else run(given)
-    training.print_table(found, "quantised weights", plots.quantised_case)
+        found = points.found_by(run, given)
+    points.print_table(found, "quantised weights", plots.quantised_case)
     if not given.models:
-        plots.quantised(found["results"], found["machine"].get("gpu") or found["machine"]["cpu"], given.out)
+        plots.quantised(found["results"], points.where(found), given.out)
 
 
 if __name__ == "__main__":

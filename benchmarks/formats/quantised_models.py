@@ -11,17 +11,17 @@ from functools import partial
 
 import bitsandbytes
 import peft
+import points
 import quantised_fp8
 import torch
 import training_models
 import transformers
+from points import DEVICE, ON_GPU
 from torch import Tensor, nn
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
 import measure
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPE = torch.bfloat16
 BATCHES = (1, 16)
 CACHED, PLACES = 512, 576  # tokens that are there, and that there is room for, as in generate.py
@@ -105,16 +105,24 @@ def decoding(kind: str, batch: int, fused_mlp, given) -> dict:
     eager, quantised = plain, replace(twin(plain), fp8 if kind == "fp8-blocks" else nf4)
     if kind == "nf4":
         eager, quantised = quantised, twin(quantised)
-    ways = {"eager": eager, "ours": quantised, "ours-bf16": twin(plain)}
-    reports = {name: str(fused_mlp.fuse_mlps(ways[name])).splitlines()[0] for name in ("ours", "ours-bf16")}
-    steps = {name: step_of(model, batch) for name, model in ways.items()}
-    expected, found = (steps[name]().float() for name in ("eager", "ours"))
-    if (found - expected).norm() > TOLERANCE * expected.norm():
-        raise RuntimeError("the logits differ")
-    figures = measure.compare(steps, given.turns, given.seconds * 1e6)
-    for name, in_graphs in (measure.compare_in_graphs(steps, given.turns) if ON_GPU else {}).items():
-        figures[name] |= in_graphs
-    return {"providers": figures, "reports": reports}
+    steps, reports, left, expected = {}, {}, {}, None
+    for name, model in {"eager": eager, "ours": quantised, "ours-bf16": twin(plain)}.items():
+        with points.noting(left, name):
+            if name != "eager":
+                reports[name] = str(fused_mlp.fuse_mlps(model)).splitlines()[0]
+            step = step_of(model, batch)
+            found = step().float()
+            expected = found if name == "eager" else expected
+            if name == "ours" and expected is not None and (found - expected).norm() > TOLERANCE * expected.norm():
+                raise RuntimeError("the logits differ")
+            steps[name] = step
+    compare = partial(measure.compare, rounds=given.rounds, budget_us=given.seconds * 1e6)
+    figures = points.compared(steps, compare, left)
+    if ON_GPU:
+        in_graphs = partial(measure.compare_in_graphs, rounds=given.rounds)
+        for name, found in points.compared({name: steps[name] for name in figures}, in_graphs, left).items():
+            figures[name] |= found
+    return {"providers": figures, "reports": reports, "left": left}
 
 
 def qlora(fused_mlp, given) -> dict:
@@ -130,12 +138,12 @@ def qlora(fused_mlp, given) -> dict:
             reports[variant] = str(fused_mlp.fuse_mlps(model)).splitlines()[0]
         return training_models.Step(model, *((1, 16) if given.quick else TRAINED))
 
-    take_turns = partial(measure.compare, rounds=given.turns, budget_us=given.seconds * 1e6)
+    take_turns = partial(measure.compare, rounds=given.rounds, budget_us=given.seconds * 1e6)
     found = training_models.of_variants(make, ("eager", "ours"), 1 if given.quick else 2, take_turns)
-    return {"providers": found, "reports": reports}
+    return {**found, "reports": reports}
 
 
-def points(formats: list[str]) -> list[tuple]:
+def points_of(formats: list[str]) -> list[tuple]:
     """The batch and the format of a step of decoding; of QLoRA its sequences and tokens too. transformers' layers of
     FP8 are read on GPUs alone."""
     kinds = [kind for kind in ("nf4", "fp8-blocks") if kind in formats and (kind == "nf4" or ON_GPU)]

@@ -13,11 +13,9 @@ again page by page at the next call, is chance, and costs up to ten times what a
 prints a table.
 """
 
-import argparse
 import contextlib
 import ctypes
 import json
-import os
 import random
 import statistics
 import sys
@@ -26,15 +24,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-import project
-
-os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
-
-import kernels
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import points
 import torch
 import transformers
-from rich.console import Console
+from points import DEVICE
 from rich.table import Table
 from torch import nn
 from tqdm import tqdm
@@ -47,7 +41,6 @@ from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 import measure
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WAYS = ("inference", "training")
 KINDS = {
@@ -133,7 +126,7 @@ def turn(call: Callable[[], object], length_us: float) -> float:
 
 def run(given) -> dict:
     keep_memory()
-    fused_mlp = kernels.get_kernel(project.repo_id(), version=project.version(), backend=DEVICE, trust_remote_code=True)
+    fused_mlp = points.package()
     chance = random.Random(given.seed)
     torch.manual_seed(given.seed)
     found = {"machine": {**measure.machine(), "transformers": transformers.__version__}, "results": []}
@@ -173,27 +166,22 @@ def print_table(found: dict) -> None:
                 table.add_row(dtype, way, f"{low} to {high}", str(len(some)), *shown)
                 losses += twice if (low, high) == (1, 2048) else []
         table.add_section()
-    console = Console(width=None if sys.stdout.isatty() else 100)
-    console.print(table)
+    points.show(table, 100)
     for each in losses:
         shape = f"{each['rows']} x {each['width']} x {each['hidden']}"
-        console.print(f"{each['dtype']}, {each['way']}, {each['kind']}, {shape}: {each['ratios']}")
+        print(f"{each['dtype']}, {each['way']}, {each['kind']}, {shape}: {each['ratios']}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = points.parser(__doc__, "modules", rounds=7, minutes=60)
     parser.add_argument("--number", type=int, default=100, help="points of each dtype and way")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--copies", type=int, default=2, help="instances of each variant")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of every instance")
     parser.add_argument("--turn-us", type=float, default=4000, help="length of a turn")
-    parser.add_argument("--minutes", type=float, default=60, help="no point is begun after so long")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--from", dest="source", type=Path, help="show what such a run has written; measure nothing")
-    parser.add_argument("--out", type=Path, default=Path("build/modules"))
     given = parser.parse_args()
-    print_table(json.loads(given.source.read_text()) if given.source else run(given))
+    print_table(points.found_by(run, given))
 
 
 if __name__ == "__main__":

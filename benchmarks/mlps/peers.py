@@ -15,26 +15,19 @@ Writes <out>.json (figures and the machine's facts) and prints a table; with --d
 too. On a CPU there is wall time alone. Peers that cannot run on the machine are left out, and said so.
 """
 
-import argparse
-import json
-import os
 import random
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-import project
-
-os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
-
 import benchmark
 import benchmark_linear
 import benchmark_pointwise
 import break_even
 import display
-import kernels
 import plots
+import points
 import providers
 import torch
 from tqdm import tqdm
@@ -59,7 +52,7 @@ OVER_M = ["eager", "compile", "liger", "gemms", "ours", "ours-triton"]
 
 
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = points.parser(__doc__, "peers", rounds=5)
     parser.add_argument("--workload", choices=providers.WORKLOADS, default="mlp")
     parser.add_argument("--dim", type=int, help="with --hidden: the MLP of that width, at every M")
     parser.add_argument("--hidden", type=int)
@@ -71,11 +64,8 @@ def parse():
     parser.add_argument("--providers", nargs="+")
     parser.add_argument("--activation", choices=providers.ACTIVATIONS, default=providers.GELU_TANH, help="of the MLP")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budget-us", type=float, default=20_000.0, help="time of one provider's turn")
-    parser.add_argument("--from", dest="source", type=Path, help="show what such a run has written; measure nothing")
     parser.add_argument("--limit", type=float, help="of ours' time (GPU time on a GPU) to eager's: fails beyond it")
-    parser.add_argument("--out", type=Path, default=Path("build/peers"))
     given = parser.parse_args()
     if (given.dim is None) != (given.hidden is None):
         parser.error("--dim and --hidden go together")
@@ -123,7 +113,7 @@ def wanted_shapes(given):
 def run(given):
     """The figures of all shapes and providers, and the machine's facts."""
     make_providers, wanted = providers.WORKLOADS[given.workload][0], wanted_providers(given)
-    fused_mlp = kernels.get_kernel(project.repo_id(), version=project.version(), trust_remote_code=True)
+    fused_mlp = points.package()
     options = {"activation": given.activation} if given.workload == "mlp" else {}
     compare = measure.compare_in_graphs if given.graphs else measure.compare
     results = []
@@ -173,12 +163,10 @@ def beyond(results, limit):
 
 def main():
     given = parse()
+    found = points.found_by(run, given)
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    if given.source:
-        found = json.loads(given.source.read_text())
-    else:
-        found = run(given)
-        given.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    if not given.source:
+        points.write(found, given.out)
     show(found, given)
     if given.limit is not None:
         sys.exit(beyond(found["results"], given.limit))

@@ -10,25 +10,17 @@ first token is a prompt's prefill; tokens per second are those of the decoding a
 the machine's facts), and prints a table.
 """
 
-import argparse
 import copy
 import importlib.util
-import json
-import os
 import sys
 import time
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-import project
-
-os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
-
-import kernels
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import points
 import torch
 import transformers
-from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
@@ -175,30 +167,20 @@ def print_table(results):
             first = (f"{f['ttft_ms']:.1f} ms", f"{eager['ttft_ms'] / f['ttft_ms']:.2f}")
             rate = (f"{f['tokens_per_second']:.1f}", f"{f['tokens_per_second'] / eager['tokens_per_second']:.2f}")
             table.add_row(*where, name, *first, *rate)
-    Console().print(table)
-
-
-def write(results, arguments):
-    """<out>.json, with what has been measured so far."""
-    facts = {**measure.machine(), "prompt": arguments.prompt, "tokens": arguments.tokens}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.with_suffix(".json").write_text(json.dumps({"machine": facts, "results": results}, indent=1) + "\n")
+    points.show(table)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = points.parser(__doc__, "generate", stored=False, rounds=3)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["gemma-2b", "llama-8b"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16])
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt")
     parser.add_argument("--tokens", type=int, default=64, help="tokens to decode after the first")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--without", nargs="+", default=[], metavar="WORD", help="no set-ups with such a word: compile")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("build/generate"))
     arguments = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    fused_mlp = kernels.get_kernel(project.repo_id(), version=project.version(), backend=device, trust_remote_code=True)
-    results = []
+    fused_mlp, device, results = points.package(), points.DEVICE, []
+    facts = {**measure.machine(), "prompt": arguments.prompt, "tokens": arguments.tokens}
     with torch.inference_mode(), tqdm(unit=" turns", disable=None) as progress:
         for name in arguments.models:
             model = build(MODELS[name], arguments.layers, device)
@@ -212,7 +194,9 @@ def main():
                 figures = compare(here, prompt, arguments.tokens, arguments.rounds, progress)
                 layers = model.config.num_hidden_layers
                 results.append({"model": name, "layers": layers, "batch": batch, "logits": logits, "setups": figures})
-                write(results, arguments)  # what is measured is kept, should a later model fail
+                points.write(
+                    {"machine": facts, "results": results}, arguments.out
+                )  # what is measured is kept, should a later model fail
             del model, ways
             torch._dynamo.reset()
     print_table(results)

@@ -15,12 +15,9 @@ rest of the model left there: that of the MLP with its norm and the sums around 
 prints a table.
 """
 
-import argparse
 import functools
 import gc
 import itertools
-import json
-import os
 import statistics
 import sys
 import time
@@ -30,25 +27,18 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-import project
-
-os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
-
 import diffusers
-import kernels
 import plots
+import points
 import torch
 import transformers
-from rich.console import Console
+from points import DEVICE, ON_GPU
 from rich.table import Table
 from torch import nn
 from tqdm import tqdm
 
 import measure
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
 MODES = {"eager": None, "compiled": "default", "graphs": "reduce-overhead"}  # by torch.compile's name of the mode
 
 
@@ -303,7 +293,7 @@ def summary(copies: list[dict[str, float]], what: str) -> dict[str, float]:
 
 
 def run(given) -> dict:
-    fused_mlp = kernels.get_kernel(project.repo_id(), version=project.version(), backend=DEVICE, trust_remote_code=True)
+    fused_mlp = points.package()
     chosen = [work for work in WORKLOADS if not given.models or work.name in given.models]
     found = {"machine": {**measure.machine(), "copies": given.copies, **versions()}}
     found["results"] = results = []
@@ -324,15 +314,13 @@ def run(given) -> dict:
                 result["ratios"][mode] = summary(figures[f"{mode} fused"], "ratio")
                 result["variants"] |= {name: summary(each, "ms") for name, each in figures.items()}
                 del made, calls
-                torch._dynamo.reset()
-                gc.collect()
+                points.tidy()
                 progress.update()
             if work.attention is not None and "eager" in given.modes:
                 result["in_place_us"] = in_place(work, given.copies, given.rounds, fused_mlp)
                 gc.collect()
             results.append(result)
-            given.out.parent.mkdir(parents=True, exist_ok=True)
-            given.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+            points.write(found, given.out)
     return found
 
 
@@ -342,9 +330,8 @@ def measured_modes(results: list[dict]) -> list[str]:
 
 def print_table(found: dict) -> None:
     results = found["results"]
-    where = found["machine"].get("gpu") or found["machine"]["cpu"]
     modes = measured_modes(results)
-    table = Table(title=f"{where}: time of fused against not, in the same mode (spread of the copies)")
+    table = Table(title=f"{points.where(found)}: time of fused against not, in the same mode (spread of the copies)")
     table.add_column("model", no_wrap=True)
     for mode in modes:
         table.add_column(f"{mode}, ms", justify="right", no_wrap=True)
@@ -361,24 +348,19 @@ def print_table(found: dict) -> None:
         place = result.get("in_place_us")
         row.append(f"{place['eager']:.0f} -> {place['eager fused']:.0f} us" if place else "")
         table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 118).print(table)
+    points.show(table, 118)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = points.parser(__doc__, "models", rounds=5, seconds=0.2)
     parser.add_argument("--models", nargs="+", choices=sorted({work.name for work in WORKLOADS}))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES) if ON_GPU else ["eager", "compiled"])
     parser.add_argument("--copies", type=int, default=5, help="fresh instances of each variant")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of every copy")
-    parser.add_argument("--seconds", type=float, default=0.2, help="length of a turn")
-    parser.add_argument("--from", dest="source", type=Path, help="show what such a run has written; measure nothing")
-    parser.add_argument("--out", type=Path, default=Path("build/models"))
     given = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
-    found = json.loads(given.source.read_text()) if given.source else run(given)
+    found = points.found_by(run, given)
     print_table(found)
-    where = found["machine"].get("gpu") or found["machine"]["cpu"]
-    plots.models(found["results"], where, given.out)
+    plots.models(found["results"], points.where(found), given.out)
 
 
 if __name__ == "__main__":

@@ -8,24 +8,17 @@ weights, and with a forward hook on each down projection. An unfused and a fused
 a row; a figure is the median of the ratios of neighbours, with its quartiles.
 """
 
-import argparse
 import copy
-import json
-import os
 import statistics
 import sys
 import time
 import warnings
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-import project
-
-os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
-
-import kernels
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import points
 import torch
-from rich.console import Console
+from points import DEVICE, ON_GPU
 from rich.table import Table
 from torch import nn
 from tqdm import tqdm
@@ -33,8 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import measure
 
-ON_GPU = torch.cuda.is_available()
-DEVICE, DTYPE = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 SIZES = {"hidden_size": 2048, "intermediate_size": 8192} if ON_GPU else {"hidden_size": 256, "intermediate_size": 704}
 KINDS = ("plain", "hook", "nf4", "int8")
 
@@ -101,32 +93,29 @@ def ratios(models: list[nn.Module], rows: int, turns: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = points.parser(__doc__, "bench/unfused", stored=False, rounds=24)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS if ON_GPU else KINDS[:2])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 512, 4096] if ON_GPU else [1, 16, 256])
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--turns", type=int, default=24)
-    parser.add_argument("--out", type=Path, default=project.BUILD / "bench" / "unfused.json")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    kernel = kernels.get_kernel(project.repo_id(), version=project.version(), backend=DEVICE)
+    kernel = points.package()
     table = Table("model", "rows", "fused / unfused", "quartiles", "what fuse_mlps says")
     results = []
-    points = [(kind, rows) for kind in arguments.kinds for rows in arguments.rows]
+    todo = [(kind, rows) for kind in arguments.kinds for rows in arguments.rows]
     models, report, of_kind = [], None, None
-    for kind, rows in tqdm(points, unit="point", file=sys.stderr):
+    for kind, rows in tqdm(todo, unit="point", file=sys.stderr):
         if kind != of_kind:
             models = [made(kind, arguments.layers) for _ in range(2)]
             models[1].load_state_dict(copy.deepcopy(models[0].state_dict()), strict=False)
             report, of_kind = kernel.fuse_mlps(models[1]), kind
-        found = ratios(models, rows, arguments.turns)
+        found = ratios(models, rows, arguments.rounds)
         low, median, high = statistics.quantiles(found, n=4)
         said = str(report).splitlines()[0]
         results.append({"kind": kind, "rows": rows, "ratios": found, "report": said})
         table.add_row(kind, str(rows), f"{median:.3f}", f"{low:.3f} to {high:.3f}", said)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps({"machine": measure.machine(), "points": results}, indent=1) + "\n")
-    Console(width=120).print(table)
+    points.write({"machine": measure.machine(), "points": results}, arguments.out)
+    points.show(table, 120)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,7 @@ them, as fused, and in `ours-base` none. Times, "saved" and "peak" are those of 
 CUDA graphs where there is a GPU. Writes <out>.json and <out>.svg, and prints a table.
 """
 
-import argparse
 import copy
-import gc
-import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,26 +22,19 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-import project
-
-os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
-
-import kernels
 import peft
 import plots
+import points
 import torch
-import training
 import training_models
 import transformers
-from adapters_providers import DEVICE, Adapters, GatedMLP
+from adapters_providers import Adapters, GatedMLP
+from points import DEVICE, ON_GPU, Clock, timed
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import measure
 
-ON_GPU = torch.cuda.is_available()
 PARTS = ("mlp", "inference", "step", "experts", "experts in inference")
 PROVIDERS = ("eager", "ours", "ours-recompute", "ours-base", "gemms", "compile")
 WITHOUT = ("ours-base", "gemms")  # they have no adapters, and other results
@@ -104,7 +93,7 @@ SIZES = {
 }
 
 
-def of_mlp(shape: tuple, adapters: Adapters, backward: bool, fused_mlp, clock: training.Clock, given) -> dict:
+def of_mlp(shape: tuple, adapters: Adapters, backward: bool, fused_mlp, clock: Clock, given) -> dict:
     """Figures of every provider, in training with the gradients of x and of the adapters."""
     mlp = GatedMLP(shape, adapters, fused_mlp)
     leaves = mlp.leaves if backward else []
@@ -135,7 +124,7 @@ def of_mlp(shape: tuple, adapters: Adapters, backward: bool, fused_mlp, clock: t
             elif reason is None:
                 found = step(forwards[name])
                 is_compared = name not in WITHOUT and not adapters.dropout  # which each way draws anew
-                if is_compared and not all(map(training.alike, found, expected)):
+                if is_compared and not all(map(points.alike, found, expected)):
                     raise RuntimeError("its results are not eager's")
                 del found
                 if backward:
@@ -143,19 +132,17 @@ def of_mlp(shape: tuple, adapters: Adapters, backward: bool, fused_mlp, clock: t
                     memory[name] = measure.saved_and_peak(forward, lambda out: out.backward(mlp.grad))
                 calls[name] = partial(step, forwards[name])
         except Exception as error:  # what does not run here is left out, with its words
-            reason = training.words(error)
+            reason = points.words(error)
         if reason is not None:
             left[name] = reason
     if ON_GPU and not backward:
         figures = measure.compare_in_graphs(calls, given.rounds, given.seconds * 1e6)
     else:
-        figures = training.timed(calls, clock, given)
-    for name, (saved, peak) in memory.items():
-        figures[name] |= {"saved": saved / 2**20, "peak": peak / 2**20}
-    return {"providers": figures, "left": left}
+        figures = timed(calls, clock, given)
+    return {"providers": points.with_memory(figures, memory), "left": left}
 
 
-def of_experts(sizes: Sizes, tokens: int, backward: bool, fused_mlp, clock: training.Clock, given) -> dict:
+def of_experts(sizes: Sizes, tokens: int, backward: bool, fused_mlp, clock: Clock, given) -> dict:
     """Figures of a layer's experts, with the gradients of x, of the routing weights and of the adapters."""
     (width, hidden, rank), (experts, top_k) = sizes.experts, sizes.mixture
     options = {"hidden_size": width, "moe_intermediate_size": hidden, "num_experts": experts}
@@ -196,13 +183,10 @@ def of_experts(sizes: Sizes, tokens: int, backward: bool, fused_mlp, clock: trai
         if backward:
             memory[name] = measure.saved_and_peak(forward, back)
         calls[name] = partial(lambda forward, back: back(forward()), forward, back) if backward else forward
-    figures = training.timed(calls, clock, given)
-    for name, (saved, peak) in memory.items():
-        figures[name] |= {"saved": saved / 2**20, "peak": peak / 2**20}
-    return {"providers": figures, "left": {}, "reports": {"ours": report}}
+    return {"providers": points.with_memory(timed(calls, clock, given), memory), "reports": {"ours": report}}
 
 
-def of_step(sizes: Sizes, adapters: Adapters, fused_mlp, clock: training.Clock, given) -> dict:
+def of_step(sizes: Sizes, adapters: Adapters, fused_mlp, clock: Clock, given) -> dict:
     """A step of a Llama, fused and not."""
     reports = {}
 
@@ -218,67 +202,50 @@ def of_step(sizes: Sizes, adapters: Adapters, fused_mlp, clock: training.Clock, 
             reports[variant] = str(fused_mlp.fuse_mlps(model)).splitlines()[0]
         return training_models.Step(model, *sizes.batch, adapters.autocast)
 
-    take_turns = partial(training.timed, clock=clock, given=given)
-    found = training_models.of_variants(make, ("eager", "ours"), given.copies, take_turns)
-    return {"providers": found, "left": {}, "reports": reports}
+    take_turns = partial(timed, clock=clock, given=given)
+    return {**training_models.of_variants(make, ("eager", "ours"), given.copies, take_turns), "reports": reports}
 
 
 def run(given) -> dict:
-    fused_mlp = kernels.get_kernel(project.repo_id(), version=project.version(), backend=DEVICE, trust_remote_code=True)
-    sizes = SIZES["quick" if given.quick else DEVICE]
+    fused_mlp, sizes = points.package(), SIZES["quick" if given.quick else DEVICE]
     versions = {library.__name__: library.__version__ for library in (peft, transformers)}
     found = {"machine": {**measure.machine(), **versions}, "results": []}
-    points = [("mlp", shape, adapters) for shape in sizes.trained for adapters in TRAINED]
-    points += [("inference", shape, PLAIN) for shape in sizes.inference]
-    points += [("step", sizes.batch, adapters) for adapters in STEPS]
+    todo = [("mlp", shape, adapters) for shape in sizes.trained for adapters in TRAINED]
+    todo += [("inference", shape, PLAIN) for shape in sizes.inference]
+    todo += [("step", sizes.batch, adapters) for adapters in STEPS]
     shapes = {tokens: (tokens, *sizes.experts) for tokens in sizes.tokens}
-    points += [("experts", shapes[max(shapes)], PLAIN)]
-    points += [("experts in inference", shape, PLAIN) for shape in shapes.values()]
-    points = [point for point in points if point[0] in given.parts]
-    clock = training.Clock(given.minutes, len(points))
-    with tqdm(points, disable=None) as progress:
-        for part, shape, adapters in progress:
-            progress.set_description(f"{part} {shape}, {adapters}")
-            clock.next_point()
-            result = {"part": part, "shape": shape, "adapters": str(adapters), "providers": {}}
-            try:
-                if part == "step":
-                    figures = of_step(sizes, adapters, fused_mlp, clock, given)
-                elif part.startswith("experts"):
-                    figures = of_experts(sizes, shape[0], part == "experts", fused_mlp, clock, given)
-                else:
-                    figures = of_mlp(shape, adapters, part == "mlp", fused_mlp, clock, given)
-            except Exception as error:  # the points that are there already are worth more than one that is not
-                figures = {"left": {"all": training.words(error)}}
-            found["results"].append(result | figures)
-            gc.collect()
-            torch._dynamo.reset()
-            if ON_GPU:
-                torch.cuda.empty_cache()
-            given.out.parent.mkdir(parents=True, exist_ok=True)
-            given.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    return found
+    todo += [("experts", shapes[max(shapes)], PLAIN)]
+    todo += [("experts in inference", shape, PLAIN) for shape in shapes.values()]
+    todo = [point for point in todo if point[0] in given.parts]
+    clock = Clock(given.minutes, len(todo))
+
+    def figures(part: str, shape: tuple, adapters: Adapters) -> dict:
+        if part == "step":
+            return of_step(sizes, adapters, fused_mlp, clock, given)
+        if part.startswith("experts"):
+            return of_experts(sizes, shape[0], part == "experts", fused_mlp, clock, given)
+        return of_mlp(shape, adapters, part == "mlp", fused_mlp, clock, given)
+
+    def label(part: str, shape: tuple, adapters: Adapters) -> dict:
+        return {"part": part, "shape": shape, "adapters": str(adapters)}
+
+    return points.collect(found, todo, label, figures, clock, given.out)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = points.parser(__doc__, "adapters", rounds=None, seconds=None, minutes=9.0)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, help="of the MLP")
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
     parser.add_argument("--copies", type=int, default=2, help="fresh instances of a model's variants")
-    parser.add_argument("--rounds", type=int, help="turns of every provider")
-    parser.add_argument("--seconds", type=float, help="length of a turn")
-    parser.add_argument("--minutes", type=float, default=9.0, help="of the whole run; 0 for as long as it takes")
-    parser.add_argument("--from", dest="source", type=Path, help="show what such a run has written; measure nothing")
-    parser.add_argument("--out", type=Path, default=Path("build/adapters"))
     given = parser.parse_args()
     given.rounds = given.rounds or (2 if given.quick else 5)
     given.seconds = given.seconds or (0.01 if given.quick else 0.1)
     given.providers = given.providers or PROVIDERS[: -1 if given.quick else None]
     transformers.utils.logging.set_verbosity_error()
-    found = json.loads(given.source.read_text()) if given.source else run(given)
-    training.print_table(found, "LoRA", plots.case_of)
-    plots.adapters(found["results"], found["machine"].get("gpu") or found["machine"]["cpu"], given.out)
+    found = points.found_by(run, given)
+    points.print_table(found, "LoRA", plots.case_of)
+    plots.adapters(found["results"], points.where(found), given.out)
 
 
 if __name__ == "__main__":

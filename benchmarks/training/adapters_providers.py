@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from points import DEVICE
 from torch import Tensor
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALING = 2.0
 
 

@@ -1,17 +1,18 @@
 """Whole steps of training of two models: as they are, and fused with each choice of what is kept."""
 
+import contextlib
 import gc
 import statistics
 from collections.abc import Callable, Iterable
 
+import points
 import torch
 import transformers
+from points import DEVICE, ON_GPU
 from torch import nn
 
 import measure
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
 VARIANTS = {"eager": None, "ours": "activations", "ours-recompute": "recompute"}
 
 
@@ -74,28 +75,33 @@ class Step:
 
 def of_variants(
     make: Callable[[str], Step], variants: Iterable[str], copies: int, take_turns: Callable[[dict], dict]
-) -> dict[str, dict[str, float]]:
-    """The medians over fresh instances of each variant's figures, which `take_turns` finds for all of them."""
+) -> dict[str, dict]:
+    """The medians over fresh instances of each variant's figures, which `take_turns` finds for all of them; and why
+    others are left."""
     steps: dict[tuple[str, int], Step] = {}
-    memory, first = {}, {}
+    memory, first, left = {}, {}, {}
     for copy in range(copies):
         for variant in variants:
-            step = steps[variant, copy] = make(variant)
-            first[variant] = step().item()  # the optimizer's state is there from now on
-            if not abs(first[variant] - first["eager"]) <= 1e-2 * abs(first["eager"]):
-                raise RuntimeError(f"{variant}: a loss of {first[variant]}, eager's is {first['eager']}")
-            memory[variant] = measure.saved_and_peak(step.forward, torch.Tensor.backward)
-            step.optimizer.zero_grad()
+            with contextlib.nullcontext() if variant == "eager" else points.noting(left, variant):
+                step = make(variant)
+                first[variant] = step().item()  # the optimizer's state is there from now on
+                if not abs(first[variant] - first["eager"]) <= 1e-2 * abs(first["eager"]):
+                    raise RuntimeError(f"a loss of {first[variant]}, eager's is {first['eager']}")
+                memory[variant] = measure.saved_and_peak(step.forward, torch.Tensor.backward)
+                step.optimizer.zero_grad()
+                steps[variant, copy] = step
+    steps = {key: step for key, step in steps.items() if key[0] not in left}
     taken = take_turns(steps)
     found = {}
-    for variant, (saved, peak) in memory.items():
+    for variant in dict.fromkeys(variant for variant, _ in steps):
         of_copies = [taken[variant, copy] for copy in range(copies)]
         found[variant] = {key: statistics.median(each[key] for each in of_copies) for key in of_copies[0]}
         walls = [each["wall_us"] for each in of_copies]
-        found[variant] |= {"saved": saved / 2**20, "peak": peak / 2**20, "low": min(walls), "high": max(walls)}
+        found[variant] |= {"low": min(walls), "high": max(walls)}
+    points.with_memory(found, {variant: memory[variant] for variant in found})
     del steps, step
     gc.collect()
-    return found
+    return {"providers": found, "left": left}
 
 
 def figures(name: str, dtype: torch.dtype, fused_mlp, copies: int, take_turns: Callable[[dict], dict]) -> dict:
@@ -108,10 +114,4 @@ def figures(name: str, dtype: torch.dtype, fused_mlp, copies: int, take_turns: C
             raise RuntimeError(f"nothing was fused in {name}")
         return Step(model, sequences, tokens)
 
-    return {
-        "model": name,
-        "shape": [sequences, tokens],
-        "dtype": str(dtype).removeprefix("torch."),
-        "providers": of_variants(make, VARIANTS, copies, take_turns),
-        "left": {},
-    }
+    return {"shape": [sequences, tokens], **of_variants(make, VARIANTS, copies, take_turns)}

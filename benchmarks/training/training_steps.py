@@ -109,10 +109,4 @@ def figures(
             raise RuntimeError(f"nothing was fused in {name}")
         return BatchStep(model, batch, torch.compile(model) if "compile" in variant else model)
 
-    return {
-        "model": name,
-        "shape": list(sizes),
-        "dtype": str(dtype).removeprefix("torch."),
-        "providers": of_variants(make, variants_of(name, variants), copies, take_turns),
-        "left": {},
-    }
+    return {"shape": list(sizes), **of_variants(make, variants_of(name, variants), copies, take_turns)}

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import importlib.metadata
 import pickle
 import sys
 
@@ -259,19 +258,6 @@ def test_states_of_several_adapters(fused_mlp, device, ops):
         assert_same(*both, inputs)
         if runs is not None:
             assert ops.count("forward") == (2 * MLPS if runs else 0)
-
-
-def test_disabled_adapters(fused_mlp, device, ops):
-    model, fused, inputs = pair(fused_mlp, device)
-    with torch.no_grad():
-        before = fused(**inputs)[0]
-        ops.clear()
-        with model.disable_adapter(), fused.disable_adapter():
-            without = fused(**inputs)[0]
-            assert_close(without, model(**inputs)[0])
-        assert ops == []
-        assert not torch.allclose(without, before, atol=1e-3)
-        assert_close(fused(**inputs)[0], before)
 
 
 def test_disabled_while_merged(fused_mlp, device):
@@ -607,20 +593,6 @@ def forms(fused_mlp):
     read.known.cache_clear()
     yield read
     read.known.cache_clear()
-
-
-def test_the_installed_version_is_known(forms):
-    """Each form is known by the first version that has it, and the installed one is the last of those before it."""
-    number = lambda version: tuple(map(int, version.split(".")[:2]))  # noqa: E731
-    known = forms._DIGESTS["peft.tuners.lora.layer.Linear"]
-    versions = list(map(number, known.values()))
-    assert versions == sorted(set(versions))
-    assert all(len(form) == 16 and set(form) <= set("0123456789abcdef") for form in known)
-    found = forms.digest(lora.Linear)
-    assert found in known
-    installed = number(importlib.metadata.version("peft"))
-    assert number(known[found]) == max(version for version in versions if version <= installed)
-    assert forms.is_adapted(lora.Linear(nn.Linear(8, 8), "default", r=2, config=peft.LoraConfig(r=2)))
 
 
 def small(kind=lora.Linear):

@@ -1,30 +1,21 @@
 """The package as it is built: build.toml, tools/build.py, and what the Hub asks of the files that ship."""
 
-import contextlib
 import fcntl
-import io
 import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
-import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 
-import jinja2
 import pytest
 from kernels._rust import Backend, Build, Digest, DigestAlgorithm, KernelName, Metadata
 from kernels.archs import _supports_cuda_capability
 from kernels.variants import parse_variant, resolve_variant
 
 import build as build_script
-import forks
-import install as install_script
 import project
 from builder import plan, toolchain
 
@@ -128,27 +119,6 @@ def test_repo_id_stands_in_build_toml_alone():
     assert holders <= documents
 
 
-@pytest.mark.parametrize("some", [True, False])
-def test_card_renders(some):
-    """A section for what there is, and none for what there is not."""
-    environment = jinja2.Environment(trim_blocks=True, undefined=jinja2.StrictUndefined)
-    card = environment.from_string((ROOT / "CARD.md").read_text()).render(
-        repo_id=project.repo_id(),
-        version=project.version(),
-        license="apache-2.0",
-        functions=["gated_mlp"] if some else [],
-        layers=["GatedMLP"] if some else [],
-        has_benchmark=some,
-    )
-    assert f'get_kernel("{project.repo_id()}", version={project.version()})' in card
-    for heading, content in (
-        ("Functions", "- `gated_mlp`\n"),
-        ("Layers", "- `GatedMLP`\n"),
-        ("Benchmark", f"`kernels benchmark {project.repo_id()} --version {project.version()}`"),
-    ):
-        assert (f"\n## {heading}\n" in card) == (content in card) == some
-
-
 # The set-up, by what of it needs no network
 
 
@@ -179,13 +149,6 @@ def test_a_read_only_checkout_is_one_line():
     assert done.stderr.startswith(f"error: {name} is read-only") and "python3-venv" not in done.stderr
 
 
-def test_a_target_installs_one_set_of_requirements():
-    """That of the build is in every other one."""
-    listed = make(ROOT, "--dry-run", "--always-make", "demo").stdout
-    assert re.findall(r"tools/install.py -r (\S+)", listed) == ["requirements/demo.txt"]
-    assert re.search(r"tools/build.py *$", listed, re.MULTILINE)
-
-
 def test_the_backend_can_be_named():
     listed = make(ROOT, "--dry-run", "build", "BACKEND=cuda", "CUDA_ARCHS=8.0 9.0a").stdout
     assert "tools/build.py --backend cuda --cuda-archs 8.0 9.0a\n" in listed
@@ -200,44 +163,6 @@ def install(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
 def test_no_network_is_one_line():
     done = install("no-such-package-at-all", PIP_INDEX_URL="http://127.0.0.1:9/simple", PIP_RETRIES="1")
     assert "error: pip reaches no package index: is there a network" in one_line_error(done)
-
-
-def test_what_pip_says_of_a_failure_is_one_line():
-    assert "no-such-package-at-all" in one_line_error(install("no-such-package-at-all", PIP_NO_INDEX="1"))
-
-
-def test_an_installation_says_little(tmp_path):
-    """The plan of what is to come, and nothing of what pip says."""
-    wheel = tmp_path / "small-1-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as files:
-        files.writestr("small.py", "")
-        files.writestr("small-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: small\nVersion: 1\n")
-        files.writestr("small-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        files.writestr("small-1.dist-info/RECORD", "")
-    done = install("--no-deps", "--target", str(tmp_path / "target"), str(wheel), PIP_NO_INDEX="1")
-    assert done.returncode == 0, done.stderr
-    assert re.fullmatch("Installing .*\n", done.stdout)
-    assert (tmp_path / "target/small.py").exists()
-
-
-def test_progress_tells_packages_and_bytes(monkeypatch, capsys):
-    """By the lines of pip that it is made of."""
-    lines = ["Collecting torch\n", "  Downloading torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl (532.1 MB)\n"]
-    lines += ["  Using cached https://host/numpy-2.4.6-cp311-none-any.whl (17.9 MB)\n"]
-    lines += ["Installing collected packages: numpy, torch\n"]
-    pip = io.StringIO("".join(lines))
-    process = SimpleNamespace(stdout=pip, returncode=0)
-    monkeypatch.setattr(install_script.subprocess, "Popen", lambda *_, **__: contextlib.nullcontext(process))
-    monkeypatch.setattr(sys, "argv", ["install.py", "torch", "numpy"])
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    install_script.main()
-    shown = capsys.readouterr().out.split("\r\033[K")
-    assert shown[1:] == [
-        "1 packages, 532 MB: torch",
-        "2 packages, 550 MB: numpy",
-        "2 packages, 550 MB: unpacking them",
-        "",
-    ]
 
 
 # The files that ship
@@ -413,14 +338,6 @@ def test_builds_again_only_what_changed(small):
     assert len({first["id"], second["id"], small.metadata()["id"]}) == 3
 
 
-def test_the_duration_is_said_where_it_is_long(small):
-    slow = (small.root / "tools/builder/compile.py").read_text().replace('{"cpu": 3.5', '{"cpu": 350')
-    small.write("tools/builder/compile.py", slow)
-    first = small.build("--backend", "cpu", "--jobs", "1")
-    assert "cpu-x86_64-linux: 3 files to compile and link, about 18 min on 1 idle core\n" in first.stdout
-    assert "files to compile" not in small.build("--backend", "cpu").stdout  # nothing is left to do
-
-
 @pytest.mark.parametrize(
     ("asked", "nvcc", "gpu", "wanted"),
     [
@@ -457,46 +374,9 @@ def test_a_build_beside_another_says_that_it_waits(small):
         assert waiting.returncode == 0
 
 
-def test_an_interrupted_build_is_one_line(small):
-    """Ctrl-C reaches the builder and the compilers."""
-    small.write("slow", "#!/bin/sh\nexec sleep 60\n")
-    (small.root / "slow").chmod(0o755)
-    command = [sys.executable, "-u", "tools/build.py", "--backend", "cpu"]
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    # A program that a shell runs in its background ignores Ctrl-C, and so would its children.
-    options["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
-    environment = os.environ | {"CXX": str(small.root / "slow")}
-    with subprocess.Popen(command, cwd=small.root, env=environment, **options) as building:
-        while not list((small.root / "build/.cache").glob("*/build.ninja")):
-            time.sleep(0.05)
-        os.killpg(building.pid, signal.SIGINT)
-        _, said = building.communicate(timeout=60)
-    assert said == "error: interrupted; what is compiled by now is kept for the next build\n"
-    assert building.returncode == 1
-
-
 def test_a_folder_that_cannot_be_written_is_one_line(small):
     small.write("file", "no folder")
     assert "cannot write to " in one_line_error(small.build("--backend", "cpu", "--out", "file"))
-
-
-def test_symbols_of_this_machine_are_for_releases_to_lack(small):
-    assert "manylinux" not in small.build().stdout
-
-
-def test_two_builds_load_in_one_process(small):
-    first, second = "the $first", "the second"  # what ninja's own syntax would take for a variable, and for two paths
-    compiled(small.build("--backend", "cpu", "--out", first))
-    small.write("native/twice.cpp", SOURCES["native/twice.cpp"].replace("FACTOR", "10 * FACTOR"))
-    compiled(small.build("--backend", "cpu", "--out", second))
-    script = """
-from kernels import get_kernel
-first, second = (get_kernel(f"someone/{name}", version=3, backend="cpu") for name in ("first", "second"))
-print(first.twice(4), second.twice(4))
-"""
-    kernels = f"someone/first={small.root / first}:someone/second={small.root / second}"
-    done = forks.run(script, env={**os.environ, "LOCAL_KERNELS": kernels})
-    assert done.stdout.split() == ["8", "80"], done.stderr
 
 
 def test_id_is_that_of_the_sources(small, tmp_path):
@@ -529,13 +409,6 @@ def test_sections_of_one_backend_have_their_own_archs_and_flags(small):
 )
 def test_a_compiler_that_is_missing_or_fails_is_one_line(small, environment, message):
     assert message in one_line_error(small.build(**environment))
-
-
-def test_nvcc_that_fails_is_one_line(small):
-    small.write("toolkit/bin/nvcc", "#!/bin/sh\necho broken >&2\nexit 1\n")
-    (small.root / "toolkit/bin/nvcc").chmod(0o755)
-    result = small.build("--backend", "cuda", CUDA_HOME=str(small.root / "toolkit"))
-    assert "toolkit/bin/nvcc --version' failed: broken" in one_line_error(result)
 
 
 @pytest.mark.parametrize(

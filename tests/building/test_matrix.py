@@ -15,7 +15,7 @@ import forks
 import project
 from builder import compile, device, plan, toolchain, toolkits
 from builder.toolchain import BuildError
-from compatibility import compat, emulate, matrix
+from compatibility import compat, matrix
 
 
 def test_every_toolkit_is_pinned_to_its_version():
@@ -125,12 +125,6 @@ def test_code_of_another_machine_is_told(tmp_path, monkeypatch):
         matrix.aarch64(jobs=2)
 
 
-def test_an_emulator_that_is_missing_is_one_line(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SystemExit, match="error: no qemu-aarch64-static on the PATH"):
-        emulate.main()
-
-
 def test_an_object_file_without_kernels(tmp_path):
     source, compiled = tmp_path / "empty.cpp", tmp_path / "empty.o"
     source.write_text("int nothing() { return 0; }\n")
@@ -143,15 +137,6 @@ def test_the_newest_of_each_minor_version_of_torch():
     versions = ["2.9.1", "2.11.0", "2.12.0", "2.12.1", "2.10.0", "3.0.0", "2.12.10"]
     assert compat.newest_of_each_minor(versions, "2.11") == ["2.11.0", "2.12.10", "3.0.0"]
     assert compat.oldest() == "2.11"
-
-
-def test_the_document_says_which_variant_a_torch_takes():
-    """One for CUDA 12 takes that of 12.6, whatever its minor version."""
-    section = compat.chosen_variants()
-    assert compat.DOCUMENT.read_text().endswith(f"\n\n{section}")
-    assert re.findall(r"^\| (12\.\d) \| `(.*)` \|$", section, re.MULTILINE) == [
-        (minor, "torch-stable-abi211-cu126-x86_64-linux") for minor in ("12.6", "12.8", "12.9")
-    ]
 
 
 def smoke(script: str, backend: str, local_kernels: str) -> dict:

@@ -630,51 +630,6 @@ def test_trained_in_part(fused_mlp, device, form):
             assert all(torch.equal(everything[name], of) for name, of in zip(wanted, found(wanted), strict=True))
 
 
-@pytest.mark.parametrize("form", [{}, OF_GPT_OSS], ids=["plain", "gpt-oss"])
-def test_rows_behind_the_last_group(fused_mlp, monkeypatch, form):
-    """torch's grouped product on a GPU leaves them as they were in memory: no gradient of any order sees that."""
-    composition = sys.modules[f"{fused_mlp.__name__}.experts"]
-    routing, multiply = composition.routing, composition._GroupedMm.forward
-
-    def left_open(rows, weight, offsets):
-        result = multiply(rows, weight, offsets)
-        result[offsets[-1] :] = torch.nan
-        return result
-
-    monkeypatch.setattr(composition, "routing", lambda index, experts, masked: routing(index, experts, masked=True))
-    monkeypatch.setattr(composition._GroupedMm, "forward", staticmethod(left_open))
-    torch.manual_seed(0)
-    made = drawn(20, 2, 3, (16, 8, 12), biases=bool(form), **form)
-    made["top_k_weights"] = made["top_k_weights"].nan_to_num(0.3)
-    names = [name for name, value in made.items() if value.is_floating_point()]
-
-    def gradients_of_both_orders(function):
-        leaves = {name: made[name].clone().requires_grad_() for name in names}
-        result = function(**{**made, **leaves})
-        first = torch.autograd.grad(result.square().sum(), list(leaves.values()), create_graph=True)
-        second = torch.autograd.grad(sum(each.square().sum() for each in first), list(leaves.values()))
-        return result, *first, *second
-
-    def composed(x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias=None, down_bias=None, **form):
-        given = (x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias)
-        code = fused_mlp.activations.get_activation("silu").code
-        return composition.composed(*given, form_of(composition, code, form), act_and_mul)
-
-    def act_and_mul(gate, up, _):
-        return torch.nn.functional.silu(gate) * up
-
-    found = gradients_of_both_orders(functools.partial(composed, **form))
-    expected = gradients_of_both_orders(functools.partial(loop, FORMULAS["silu"].eager, **form))
-    for got, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-4 * wanted.abs().max().item())
-
-
-def form_of(composition, code, form):
-    """A form of experts with this activation."""
-    fields = {"activation": code, "gated": True, "interleaved": False, "transposed": False, "limit": None}
-    return composition.Form(**{**fields, "up_offset": 0.0, **form})
-
-
 @hopper
 @pytest.mark.parametrize("form", [{}, OF_GPT_OSS], ids=["plain", "gpt-oss"])
 def test_trained_twice(fused_mlp, device, form):
@@ -858,32 +813,36 @@ def test_compiled_without_breaks(fused_mlp, device, trained):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_rows_of_skipped_slots_are_not_read(fused_mlp, device, compiled, monkeypatch):
-    """Whatever torch's grouped product leaves there, neither results nor gradients have it."""
+@pytest.mark.parametrize("form", [{}, {"limit": 0.5}, OF_GPT_OSS], ids=["plain", "limit", "gpt-oss"])
+def test_rows_of_skipped_slots_are_not_read(fused_mlp, device, compiled, form, monkeypatch):
+    """torch's grouped product on a GPU leaves them as they were in memory: no result and no gradient of any order has
+    it."""
     composed = importlib.import_module(f"{fused_mlp.__name__}.experts")
     product, routing = composed._GroupedMm.forward, composed.routing
 
-    def step(made):
+    def step(function, made):
         leaves = [value.detach().requires_grad_() for value in made.values() if value.is_floating_point()]
         given = iter(leaves)
-        moved = {name: next(given) if value.is_floating_point() else value for name, value in made.items()}
-        call = functools.partial(fused_mlp.experts_mlp, activation="gelu", limit=0.5)
-        result = torch.compile(call, fullgraph=True, backend="aot_eager")(**moved) if compiled else call(**moved)
-        return result.detach(), *torch.autograd.grad(result.square().sum(), leaves)
+        result = function(**{n: next(given) if value.is_floating_point() else value for n, value in made.items()})
+        first = torch.autograd.grad(result.square().sum(), leaves, create_graph=not compiled)
+        second = () if compiled else torch.autograd.grad(sum(each.square().sum() for each in first), leaves)
+        return result.detach(), *first, *second
 
     def poisoned(rows, weight, offsets):
         result = product(rows, weight, offsets)
         numbers = torch.arange(result.shape[0], device=result.device)
         return torch.where((numbers < offsets[-1]).unsqueeze(-1), result, torch.nan)
 
-    made = drawn(biases=True, device=device)
+    made = drawn(20, 2, 3, (16, 8, 12), biases=True, device=device, **form)
     made["top_k_weights"].nan_to_num_(0.3)
-    torch.compiler.reset()
-    expected = step(made)
+    expected = step(functools.partial(loop, FORMULAS["silu"].eager, **form), made)
     monkeypatch.setattr(composed._GroupedMm, "forward", staticmethod(poisoned))
     monkeypatch.setattr(composed, "routing", lambda index, experts, masked: routing(index, experts, masked=True))
     torch.compiler.reset()
-    torch.testing.assert_close(step(made), expected)
+    call = functools.partial(fused_mlp.experts_mlp, activation="silu", **form)
+    found = step(torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call, made)
+    for got, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-4 * wanted.abs().max().item())
 
 
 def test_by_a_kernel_or_not_at_all(fused_mlp, device):

@@ -234,22 +234,6 @@ def test_operands_by_position(fused_mlp, device):
         assert torch.equal(getattr(fused_mlp, function)(*made.values(), "silu"), named)
 
 
-@pytest.mark.parametrize(
-    ("alias", "name"),
-    [
-        ("gelu_new", "gelu_pytorch_tanh"),
-        ("gelu_fast", "gelu_pytorch_tanh"),
-        ("gelu_accurate", "gelu_pytorch_tanh"),
-        ("gelu_python_tanh", "gelu_pytorch_tanh"),
-        ("gelu_python", "gelu"),
-        ("swish", "silu"),
-    ],
-)
-def test_aliases(fused_mlp, device, alias, name):
-    gate, up = operands("act_and_mul", device=device).values()
-    assert torch.equal(fused_mlp.act_and_mul(gate, up, alias), fused_mlp.act_and_mul(gate, up, name))
-
-
 def test_names_mean_what_they_mean_to_transformers(fused_mlp, device):
     from transformers.activations import ACT2FN
 

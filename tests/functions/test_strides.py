@@ -65,25 +65,6 @@ def test_compiled(fused_mlp, device, implementation, activation, training):
                 torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("shape", [(6, 5), (5, 6, 7), (2, 6, 5, 3)], ids=str)
-def test_a_view_behind_a_product(fused_mlp, device, implementation, shape):
-    gate, up = (torch.randn(shape, device=device).transpose(0, -1) for _ in range(2))
-    with fused_mlp.backend(implementation):
-        assert fused_mlp.swiglu(gate, up).transpose(0, -1).view(-1).shape == (gate.numel(),)
-
-
-def test_a_gated_convolution(fused_mlp, device, implementation):
-    """Halves of the channels: rows as long as a half, not copies."""
-    for memory_format in (torch.contiguous_format, torch.channels_last):
-        packed = torch.randn(3, 8, 5, 4, device=device).to(memory_format=memory_format)
-        gate, up = packed.chunk(2, dim=1)
-        with fused_mlp.backend(implementation):
-            got = fused_mlp.act_and_mul(gate, up, "sigmoid")
-        expected = torch.sigmoid(gate) * up
-        assert got.stride() == expected.stride()
-        torch.testing.assert_close(got, expected)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("function", PRODUCTS)
 def test_any_input(fused_mlp, device, implementation, function, dtype):

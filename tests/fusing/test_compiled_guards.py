@@ -2,7 +2,6 @@
 dropped, and no result comes with one."""
 
 import contextlib
-import copy
 import importlib
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from modules import Gated, Halves, Intermediate, OwnBlock, PackedGated, Plain, TransposedPlain
-from safety import assert_close, x_of
+from safety import assert_close, warmed, x_of
 
 
 class Block(nn.Module):
@@ -60,12 +59,7 @@ def shortcut(fused_mlp):
 
 def fused_pairs(fused_mlp, device):
     for kind in KINDS:
-        module = kind().to(device).eval()
-        fused = copy.deepcopy(module)
-        assert fused_mlp.fuse_mlps(fused).fused
-        with torch.no_grad():
-            fused(x_of(device))  # what is learnt at the first call
-        yield module, fused
+        yield warmed(fused_mlp, kind().to(device).eval(), x_of(device))
 
 
 class Raising:

@@ -25,7 +25,7 @@ from modules import (
     SpelledOut,
     TransposedPlain,
 )
-from safety import assert_close, llama, x_of
+from safety import assert_close, llama, warmed, x_of
 
 
 def sequence():
@@ -66,12 +66,7 @@ def long_way(fused_mlp, monkeypatch):
 
 
 def fused_pair(fused_mlp, module, device):
-    module = module.to(device).eval()
-    fused = copy.deepcopy(module)
-    assert fused_mlp.fuse_mlps(fused).fused
-    with torch.no_grad():
-        fused(x_of(device))  # the class of an activation is learnt at its first call
-    return module, fused
+    return warmed(fused_mlp, module.to(device).eval(), x_of(device))
 
 
 @pytest.mark.parametrize("kind", KINDS)

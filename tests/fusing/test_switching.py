@@ -3,7 +3,6 @@
 import copy
 import functools
 import gc
-import io
 import pickle
 import sys
 import threading
@@ -60,23 +59,6 @@ def test_fused_twice(fused_mlp, device):
     second.restore()
     assert fused_mlp.explain(model.model.layers[0].mlp).implementation == "original"
     torch.testing.assert_close(outcome(model, inputs), expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("kind", PROJECTIONS)
-def test_pickle(fused_mlp, device, kind):
-    """A saved module loads with the original forward, to be fused again."""
-    module = kind().to(device)
-    fused_mlp.fuse_mlps(module)
-    x = torch.randn(3, 32, device=device)
-    saved = io.BytesIO()
-    torch.save(module, saved)
-    saved.seek(0)
-    for twin in (pickle.loads(pickle.dumps(module)), torch.load(saved, weights_only=False)):
-        torch.testing.assert_close(twin(x), module(x))
-        assert fused_mlp.explain(twin).implementation == "original"
-        assert methods_of(twin)["forward"].__func__ is kind.forward
-        assert len(fused_mlp.fuse_mlps(twin).fused) == 1
-        torch.testing.assert_close(twin(x), module(x))
 
 
 def methods_of(module):
@@ -446,25 +428,6 @@ def test_a_module_that_copies_itself(fused_mlp):
     for twin, tag in ((copy.copy(module), "flat"), (copy.deepcopy(module), "deep"), (saved, "saved")):
         assert twin.tag == tag
         torch.testing.assert_close(twin(x), module(x))
-
-
-class Slotted(Gated):
-    __slots__ = ("extra",)
-
-    def __init__(self):
-        super().__init__()
-        object.__setattr__(self, "extra", 7)
-
-    def __getstate__(self):
-        return self.__dict__ | {"kept": self.extra}
-
-
-def test_slots_and_states(fused_mlp):
-    module = Slotted()
-    assert fused_mlp.fuse_mlps(module).modules
-    assert module.extra == 7
-    assert copy.deepcopy(module).kept == 7
-    assert pickle.loads(pickle.dumps(module)).kept == 7
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))

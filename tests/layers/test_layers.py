@@ -15,9 +15,8 @@ from torch import nn
 from transformers import activations
 
 import machine
-import modules
 import project
-from modules import PROJECTIONS, WRAPPERS, Gated, Intermediate, PackedGated, Plain, TanhGelu
+from modules import Gated, Intermediate, PackedGated, Plain, TanhGelu
 
 MODES = [
     Mode.INFERENCE,
@@ -416,117 +415,3 @@ def test_a_layer_that_is_not_there(fused_mlp, device):
     mapping = use_kernel_mapping({"Test": mapping_for("NoLayer")}, inherit_mapping=False)
     with mapping, pytest.raises(ValueError, match="NoLayer"):
         kernelize(marked(Gated()), mode=Mode.INFERENCE, device=device.type)
-
-
-WRAPPED = [(kind, name, index) for kind in PROJECTIONS for name in WRAPPERS for index in range(len(PROJECTIONS[kind]))]
-LAYER_OF = {Gated: "GatedMLP", PackedGated: "PackedGatedMLP", Plain: "MLP", Intermediate: "Intermediate"}
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize(
-    ("kind", "wrapper", "index"),
-    WRAPPED,
-    ids=[f"{kind.__name__}-{name}-{PROJECTIONS[kind][index]}" for kind, name, index in WRAPPED],
-)
-def test_a_projection_that_is_more_than_its_weight_is_called(fused_mlp, device, kind, wrapper, index, when):
-    """Wrapped before or after kernelize: how far to fuse is decided by what the projection is at the call."""
-    plain = kind(bias=True).to(device)
-    name = PROJECTIONS[kind][index]
-
-    def wrap(module):
-        torch.manual_seed(0)
-        setattr(module, name, WRAPPERS[wrapper](getattr(module, name)).to(device))
-        return module
-
-    expected_module = wrap(copy.deepcopy(plain))
-    if when == "before":
-        fused = wrap(kernelized(plain, LAYER_OF[kind]))
-    else:
-        fused = kernelized(plain, LAYER_OF[kind])
-        fused(torch.randn(2, 32, device=device))
-        fused = wrap(fused)
-    x = torch.randn(3, 32, device=device)
-    with torch.no_grad():
-        expected = expected_module(x)
-        assert wrapper in ("int8", "tensor subclass") or not torch.allclose(plain(x), expected, atol=1e-3)
-        modules.CountingTensor.products = 0
-        torch.testing.assert_close(fused(x).as_subclass(torch.Tensor), expected.as_subclass(torch.Tensor))
-        assert bool(modules.CountingTensor.products) == (wrapper == "tensor subclass")
-    explanation = fused_mlp.explain(fused)
-    assert explanation.implementation != "fused"
-    assert name in explanation.reason
-    assert all(other not in explanation.reason for other in PROJECTIONS[kind] if other != name)
-
-
-@pytest.mark.parametrize(
-    "register", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
-)
-@pytest.mark.parametrize("kind", PROJECTIONS)
-def test_hooks_on_parts_and_on_the_module_fire(fused_mlp, device, kind, register):
-    fused = kernelized(kind().to(device), LAYER_OF[kind])
-    fused(torch.randn(2, 32, device=device))
-    fired = []
-    for name, part in fused.named_modules():
-        getattr(part, register)(lambda *_, name=name: fired.append(name))
-    fused(torch.randn(2, 32, device=device, requires_grad=True)).sum().backward()
-    assert sorted(fired) == sorted(name for name, _ in fused.named_modules())
-
-
-def test_a_hook_that_is_removed_again(fused_mlp, device):
-    fused = kernelized(Gated().to(device), "GatedMLP")
-    handle = fused.up_proj.register_forward_hook(lambda *_: None)
-    assert fused_mlp.explain(fused).implementation != "fused"
-    handle.remove()
-    assert fused_mlp.explain(fused).implementation == "fused"
-
-
-def test_global_hooks_see_every_part(fused_mlp, device):
-    fused = kernelized(Gated().to(device), "GatedMLP")
-    called = []
-    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: called.append(module))
-    try:
-        fused(torch.randn(2, 32, device=device))
-    finally:
-        handle.remove()
-    assert {id(module) for module in called} == {id(module) for module in fused.modules()}
-
-
-def test_an_activation_that_is_replaced_later(fused_mlp, device):
-    fused = kernelized(Gated(nn.SiLU).to(device), "GatedMLP")
-    module = copy.deepcopy(fused)
-    module.forward = Gated.forward.__get__(module)
-    for act in (nn.GELU(), nn.Mish(), torch.tanh, nn.functional.silu):
-        for candidate in (fused, module):
-            del candidate.act_fn
-            candidate.act_fn = act
-        assert_equal(module, fused, torch.randn(3, 32, device=device))
-
-
-def test_a_hooked_activation_is_called(fused_mlp, device):
-    fused = kernelized(Gated(nn.SiLU).to(device), "GatedMLP")
-    x = torch.randn(3, 32, device=device)
-    plain = fused(x)
-    fused.act_fn.register_forward_hook(lambda module, inputs, output: 2 * output)
-    torch.testing.assert_close(fused(x), 2 * plain)
-
-
-def test_a_weight_that_is_replaced_or_tied(fused_mlp, device):
-    module = Gated().to(device)
-    fused = kernelized(module, "GatedMLP")
-    for candidate in (module, fused):
-        candidate.gate_proj.weight = candidate.up_proj.weight
-    assert_equal(module, fused, torch.randn(3, 32, device=device))
-    with torch.no_grad():
-        for candidate in (module, fused):
-            candidate.up_proj.weight.mul_(3)
-    assert_equal(module, fused, torch.randn(3, 32, device=device))
-
-
-def test_autocast(fused_mlp, device):
-    module = Gated(bias=True).to(device)
-    fused = kernelized(module, "GatedMLP")
-    x = torch.randn(8, 32, device=device)
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        got, expected = fused(x), module(x)
-    assert got.dtype == expected.dtype
-    torch.testing.assert_close(got, expected, rtol=3e-2, atol=3e-2)

@@ -1,6 +1,5 @@
 """Norms and scales: which classes are some, by their source."""
 
-import copy
 import importlib
 from types import SimpleNamespace
 
@@ -23,7 +22,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm,
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from modules import Gated, RMSNorm
-from safety import assert_close, x_of
+from safety import assert_close, warmed, x_of
 
 LAYER, RMS, RMS_OF_ONE_MORE, SCALE = range(1, 5)
 
@@ -92,11 +91,7 @@ def fused_pair(fused_mlp, device, kind):
     torch.manual_seed(0)
     module = Around(kind(32, eps=0.125)).to(device).eval()
     nn.init.normal_(module.norm.weight)
-    fused = copy.deepcopy(module)
-    assert fused_mlp.fuse_mlps(fused).fused[0].extent == "full"
-    with torch.no_grad():
-        fused(x_of(device))  # the class of an activation is learnt at its first call
-    return module, fused
+    return warmed(fused_mlp, module, x_of(device), extent="full")
 
 
 @pytest.mark.parametrize("kind", KNOWN, ids=lambda kind: kind.__name__)

@@ -4,10 +4,7 @@ Its own products are kernels from the Hub. Here a function stands in their place
 weight and counts how often it is called. On a CPU the compiled ops are forced.
 """
 
-import contextlib
 import copy
-import importlib
-import importlib.metadata
 import sys
 
 import pytest
@@ -20,22 +17,12 @@ import machine
 from safety import alike, assert_close
 from safety import run_with_gradients as run
 from test_quantized import of_fp8
-from tiny_models import LLM
+from test_quantized_models import MLPS, WIDE, forced
+from test_quantized_models import MODELS as FOUR_BIT
 
-WIDE = LLM | {"hidden_size": 64, "intermediate_size": 256}
-MODELS = {
-    "Llama": ("LlamaForCausalLM", "LlamaConfig", {"mlp_bias": True}, "gated"),
-    "Phi3": ("Phi3ForCausalLM", "Phi3Config", {}, "packed gated"),
-    "GPT-NeoX": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {}, "plain"),
-}
-MLPS = 2
+MODELS = {name: of[:4] for name, of in FOUR_BIT.items() if name != "BERT"}
+assert forced  # a fixture
 BLOCK = (128, 128)
-
-
-@pytest.fixture(autouse=True)
-def forced(fused_mlp):
-    with fused_mlp.backend(machine.device_type()) if machine.device_type() == "cpu" else contextlib.nullcontext():
-        yield
 
 
 @pytest.fixture
@@ -227,11 +214,3 @@ def test_left_on_a_cpu(fused_mlp, device, ops, own):
         assert all("FP8Linear on a CPU, where its own product runs" in module.reason for module in report.left)
         assert_close(run(fused, inputs), run(model, inputs), tolerance(device))
     assert ops == []
-
-
-def test_the_installed_version_is_known(fused_mlp):
-    number = lambda version: tuple(map(int, version.split(".")[:2]))  # noqa: E731
-    parts = importlib.import_module(f"{fused_mlp.__name__}.models.parts.quantized")
-    installed = number(importlib.metadata.version("transformers"))
-    known = [version for version in map(number, parts.CLASSES[parts._FP8].digests.values()) if version <= installed]
-    assert number(parts.CLASSES[parts._FP8].digests[parts.digest_of(fp8.FP8Linear)]) == max(known)

@@ -4,12 +4,8 @@ linear layers of torch, and transformers' layers for compressed-tensors.
 Their own products round x too, or decode the weight at each call. On a CPU the compiled ops are forced.
 """
 
-import contextlib
 import copy
-import importlib
-import importlib.metadata
 import itertools
-import sys
 
 import pytest
 import torch
@@ -20,11 +16,12 @@ from transformers.integrations.compressed_tensors import CompressedTensorsFP8Lin
 import machine
 from safety import alike, assert_close
 from safety import run_with_gradients as run
-from test_quantized_fp8 import MLPS, MODELS, WIDE
+from test_quantized_fp8 import MLPS, MODELS, WIDE, forced, ops
 
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes does not load on this machine", exc_type=ImportError)
 
 ON_CPU = machine.device_type() == "cpu"
+assert forced and ops  # fixtures
 
 
 def of_bitsandbytes(source):
@@ -64,20 +61,6 @@ KINDS = {
     "compressed-tensors fp8": (of_rows, "fp8", 8e-2),
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
-
-
-@pytest.fixture(autouse=True)
-def forced(fused_mlp):
-    with fused_mlp.backend("cpu") if ON_CPU else contextlib.nullcontext():
-        yield
-
-
-@pytest.fixture
-def ops(fused_mlp, monkeypatch, dispatched):
-    quantized = sys.modules[f"{fused_mlp.__name__}.quantized.weights"]
-    called, op = [], quantized.run
-    monkeypatch.setattr(quantized, "run", lambda *given: (called.append("packed"), op(*given))[1])
-    return called
 
 
 def build(device, kind, name="Llama"):
@@ -227,18 +210,3 @@ def test_by_themselves_on_a_cpu(fused_mlp, device, ops, kind):
         with torch.no_grad():
             assert_close(run(fused, few), run(model, few), tolerance(kind))
     assert ops == (["packed"] * MLPS if takes else [])
-
-
-def test_the_installed_versions_are_known(fused_mlp):
-    number = lambda version: tuple(map(int, version.split(".")[:2]))  # noqa: E731
-    parts = importlib.import_module(f"{fused_mlp.__name__}.models.parts.quantized")
-    torchao = pytest.importorskip("torchao.quantization")
-    names = "Int8Tensor", "Float8Tensor", "Int4TilePackedTo4dTensor"
-    of_tensors = [parts.TENSOR_DIGESTS[parts.digest_of_tensor(getattr(torchao, name))] for name in names]
-    of_fp8 = parts.CLASSES[parts._FP8_ROWS].digests[parts.digest_of(CompressedTensorsFP8Linear)]
-    for name, found in (
-        ("transformers", of_fp8),
-        ("bitsandbytes", parts.CLASSES[parts._INT8].digests[parts.digest_of(bnb.nn.Linear8bitLt)]),
-        *(("torchao", each) for each in of_tensors),
-    ):
-        assert number(found) <= number(importlib.metadata.version(name))

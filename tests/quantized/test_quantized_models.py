@@ -9,7 +9,6 @@ import copy
 import functools
 import importlib
 import importlib.metadata
-import pickle
 import sys
 
 import peft
@@ -398,22 +397,6 @@ def test_patched_methods_are_left(fused_mlp, device, ops, monkeypatch, owner, me
     assert ops == []
 
 
-@pytest.mark.parametrize("dependency", ["bitsandbytes", "peft"])
-def test_the_installed_version_is_known(fused_mlp, dependency):
-    """Each form is known by the first version that has it, and the installed one is the last of those before it."""
-    number = lambda version: tuple(map(int, version.split(".")[:2]))  # noqa: E731
-    parts = importlib.import_module(f"{fused_mlp.__name__}.models.parts.quantized")
-    forms, found = parts._OF_4BIT.digests, parts.digest_of(bnb.nn.Linear4bit)
-    if dependency == "peft":
-        parts = importlib.import_module(f"{fused_mlp.__name__}.models.parts.adapters")
-        forms = parts._DIGESTS["peft.tuners.lora.bnb.Linear4bit"]
-        found = parts.digest(peft.tuners.lora.bnb.Linear4bit)
-    versions = list(map(number, forms.values()))
-    assert versions == sorted(set(versions))
-    installed = number(importlib.metadata.version(dependency))
-    assert number(forms[found]) == max(version for version in versions if version <= installed)
-
-
 # The properties of a model beside its values.
 
 
@@ -431,18 +414,6 @@ def test_state_and_copies(fused_mlp, device, ops):
         assert_close(run(fused, inputs), expected, tolerance(device))  # nothing is shared
 
 
-def test_restored(fused_mlp, device, ops):
-    model, inputs = build("Llama", device)
-    fused = copy.deepcopy(model)
-    before = {path: set(vars(module)) for path, module in fused.named_modules()}
-    report = fused_mlp.fuse_mlps(fused, verify=False)
-    report.restore()
-    assert {path: set(vars(module)) for path, module in fused.named_modules()} == before
-    with torch.no_grad():
-        assert_close(run(fused, inputs), run(model, inputs), tolerance(device))
-    assert ops == []
-
-
 @pytest.mark.parametrize("kind", [Gated, Plain])
 def test_quantised_after(fused_mlp, device, ops, kind):
     """The projections of a fused module, replaced."""
@@ -456,23 +427,6 @@ def test_quantised_after(fused_mlp, device, ops, kind):
     with torch.no_grad():
         assert_close(module(x), plain(x), tolerance(device))
     assert ops == ["forward"]
-
-
-@torch.no_grad()
-def test_pickled(fused_mlp, device, ops):
-    """The model that comes back is not fused."""
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    module = quantise(Gated(bias=True, sizes=(64, 128, 64)).to(device, dtype), dtype).train()
-    x = torch.randn(5, 64, device=device, dtype=dtype)
-    expected = module(x)
-    fused_mlp.fuse_mlps(module, verify=False)
-    loaded = pickle.loads(pickle.dumps(module))
-    assert_close(loaded(x), expected, tolerance(device))
-    assert ops == []
-    for each in (module, loaded):
-        fused_mlp.fuse_mlps(each, verify=False)
-        assert_close(each(x), expected, tolerance(device))
-    assert ops == ["forward"] * 2
 
 
 def test_verification_leaves_weights_alone(fused_mlp, device):

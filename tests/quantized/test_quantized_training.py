@@ -22,6 +22,7 @@ from test_quantized_int8 import (
     MODELS,
     ON_CPU,
     build,
+    forced,
     of_rows,
     of_torchao,
     quantized_parts,
@@ -40,13 +41,8 @@ PROJECTIONS = {
     "Phi3": ["gate_up_proj", "down_proj"],
     "GPT-NeoX": ["dense_h_to_4h", "dense_4h_to_h"],
 }
+assert forced  # a fixture
 BOTH_WAYS = ["forward"] * MLPS + ["backward"] * MLPS
-
-
-@pytest.fixture(autouse=True)
-def forced(fused_mlp):
-    with fused_mlp.backend("cpu") if ON_CPU else contextlib.nullcontext():
-        yield
 
 
 @pytest.fixture
@@ -197,11 +193,3 @@ def test_autocast(fused_mlp, device, ops, kind):
     other = torch.bfloat16 if ON_CPU else torch.float16
     assert_close(run(fused, inputs, autocast=other), run(model, inputs, autocast=other), max(nearness(kind), 6e-2))
     assert ops == []
-
-
-def test_the_installed_version_is_known(fused_mlp):
-    number = lambda version: tuple(map(int, version.split(".")[:2]))  # noqa: E731
-    parts = importlib.import_module(f"{fused_mlp.__name__}.models.parts.adapters")
-    for kind in (peft.tuners.lora.bnb.Linear8bitLt, peft.tuners.lora.torchao.TorchaoLoraLinear):
-        found = parts._DIGESTS[f"{kind.__module__}.{kind.__qualname__}"][parts.digest(kind)]
-        assert number(found) <= number(peft.__version__)

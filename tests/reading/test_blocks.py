@@ -9,271 +9,35 @@ import torch.nn.functional as F
 from torch import nn
 
 import modules
-from modules import Dropping, Gated, Halves, OfFunctions, PackedGated, Plain, RMSNorm, TransposedPlain
-from safety import assert_close, x_of
+from block_layers import (
+    NOT_SETTLED,
+    OTHER_FORMS,
+    Around,
+    AroundDropping,
+    AroundFunction,
+    AroundSequence,
+    Behind,
+    Branching,
+    Decoding,
+    HalfAndNorm,
+    InFront,
+    LayerScale,
+    Multiplied,
+    OfConv1D,
+    OwnScale,
+    PackedDecoding,
+    Parallel,
+    Reordered,
+    Sandwich,
+    Scaling,
+    Settled,
+    SettledTwice,
+    Summed,
+)  # fmt: skip
+from modules import Gated, Halves, RMSNorm
+from safety import assert_close, warmed, x_of
 from test_block_ops import LAYER, NONE, RMS, SCALE
 from test_coverage import built, inputs_of, largest_error
-
-
-class Behind(nn.Module):
-    """BART's layer without its attention."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc1, self.fc2, self.norm = nn.Linear(32, 88), nn.Linear(88, 32), nn.LayerNorm(32)
-        self.act, self.dropout = nn.GELU(), 0.1
-
-    def forward(self, hidden_states):
-        residual = hidden_states
-        hidden_states = self.act(self.fc1(hidden_states))
-        hidden_states = F.dropout(hidden_states, p=self.dropout, training=self.training)
-        hidden_states = self.fc2(hidden_states)
-        hidden_states = F.dropout(hidden_states, p=self.dropout, training=self.training)
-        hidden_states = residual + hidden_states
-        hidden_states = self.norm(hidden_states)
-        return hidden_states
-
-
-class InFront(Behind):
-    """Whisper's."""
-
-    def forward(self, hidden_states):
-        residual = hidden_states
-        hidden_states = self.norm(hidden_states)
-        hidden_states = self.act(self.fc1(hidden_states))
-        hidden_states = self.fc2(hidden_states)
-        hidden_states = F.dropout(hidden_states, p=self.dropout, training=self.training)
-        hidden_states = residual + hidden_states
-        return hidden_states
-
-
-class Summed(Behind):
-    """The sum alone, of more than a name; the norm is somebody else's too."""
-
-    def forward(self, x):
-        normed = self.norm(x)
-        return self.fc2(self.act(self.fc1(normed))) + normed
-
-
-class Around(nn.Module):
-    """ViT's: the MLP is a module."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.mlp, self.dropout = nn.LayerNorm(32), Plain(), nn.Dropout(0.1)
-
-    def forward(self, hidden_states):
-        residual = hidden_states
-        hidden_states = self.norm(hidden_states)
-        hidden_states = self.mlp(hidden_states)
-        hidden_states = self.dropout(hidden_states)
-        hidden_states = hidden_states + residual
-        return hidden_states
-
-
-class Decoding(nn.Module):
-    """Llama's."""
-
-    def __init__(self, kind=Gated):
-        super().__init__()
-        self.norm, self.mlp = RMSNorm(), kind(bias=True)
-        nn.init.normal_(self.norm.weight)
-
-    def forward(self, hidden_states, *, scale=1.0):
-        residual = hidden_states
-        hidden_states = self.norm(hidden_states)
-        hidden_states = self.mlp(hidden_states)
-        hidden_states = residual + hidden_states
-        return hidden_states
-
-
-class PackedDecoding(Around):
-    """Phi-3's."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.mlp = RMSNorm(), PackedGated()
-
-
-class OfConv1D(Around):
-    """GPT-2's: weights [in, out], and dropout at the end of the MLP."""
-
-    def __init__(self):
-        super().__init__()
-        self.mlp = TransposedPlain()
-
-
-class AroundDropping(Around):
-    """DETR's."""
-
-    def __init__(self):
-        super().__init__()
-        self.mlp = Dropping()
-
-
-class AroundSequence(Around):
-    """torchvision's: the MLP is a sequence, with dropout in it."""
-
-    def __init__(self):
-        super().__init__()
-        parts = nn.Linear(32, 88), nn.GELU(), nn.Dropout(0.1), nn.Linear(88, 32), nn.Dropout(0.1)
-        self.mlp = nn.Sequential(*parts)
-
-
-class Branching(Around):
-    """GPT-NeoX's, which has two ways."""
-
-    def forward(self, hidden_states, parallel=False):
-        if parallel:
-            values = self.mlp(hidden_states)
-            values = values + 1
-        else:
-            values = self.mlp(self.norm(hidden_states))
-            values = self.dropout(values)
-            hidden_states = values + hidden_states
-        return hidden_states
-
-
-class Sandwich(nn.Module):
-    """Gemma 2's."""
-
-    def __init__(self):
-        super().__init__()
-        self.before, self.mlp, self.norm = RMSNorm(), Gated(), RMSNorm()
-        nn.init.normal_(self.norm.weight)
-
-    def forward(self, hidden_states):
-        residual = hidden_states
-        hidden_states = self.before(hidden_states)
-        hidden_states = self.mlp(hidden_states)
-        hidden_states = self.norm(hidden_states)
-        hidden_states = residual + hidden_states
-        return hidden_states
-
-
-class Reordered(Around):
-    """OLMo 2's, of another norm."""
-
-    def forward(self, hidden_states):
-        residual = hidden_states
-        hidden_states = self.mlp(hidden_states)
-        hidden_states = self.norm(hidden_states)
-        return residual + hidden_states
-
-
-class Multiplied(Decoding):
-    """Granite's."""
-
-    def __init__(self):
-        super().__init__()
-        self.residual_multiplier = 0.22
-
-    def forward(self, hidden_states):
-        residual = hidden_states
-        hidden_states = self.mlp(self.norm(hidden_states))
-        return residual + hidden_states * self.residual_multiplier
-
-
-class HalfAndNorm(Around):
-    """A Conformer's: half of the MLP's result, and the norm of the sum."""
-
-    def forward(self, hidden_states):
-        hidden_states = self.norm(0.5 * self.dropout(self.mlp(hidden_states)) + hidden_states)
-        return hidden_states
-
-
-class LayerScale(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lambda1 = nn.Parameter(torch.randn(32))
-
-    def forward(self, hidden_state):
-        return hidden_state * self.lambda1
-
-
-class Scaling(Around):
-    """DINOv2's."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale, self.drop_path = LayerScale(), nn.Identity()
-
-    def forward(self, hidden_states):
-        residual = hidden_states
-        hidden_states = self.norm(hidden_states)
-        hidden_states = self.mlp(hidden_states)
-        hidden_states = self.scale(hidden_states)
-        hidden_states = self.drop_path(hidden_states) + residual
-        return hidden_states
-
-
-class AroundFunction(Around):
-    def __init__(self):
-        super().__init__()
-        self.mlp = OfFunctions()
-
-
-class OwnScale(Around):
-    """BEiT's: the scale is a parameter of the layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale, self.drop_path = nn.Parameter(torch.randn(32)), nn.Dropout(0.2)
-
-    def forward(self, hidden_states):
-        residual = hidden_states
-        hidden_states = self.mlp(self.norm(hidden_states))
-        hidden_states = self.scale * self.dropout(hidden_states)
-        return self.drop_path(hidden_states) + residual
-
-
-class Parallel(Around):
-    """Cohere's: attention has the normed values too, and the residual is a sum."""
-
-    def forward(self, hidden_states):
-        residual = hidden_states
-        hidden_states = self.norm(hidden_states)
-        attended = hidden_states.flip(1)
-        values = self.mlp(hidden_states)
-        return residual + attended + values
-
-
-class Settled(Sandwich):
-    """Gemma 4's: what its configuration decides stands between the MLP and its norm."""
-
-    def __init__(self):
-        super().__init__()
-        self.doubles, self.flips = False, True
-
-    def forward(self, hidden_states):
-        residual = hidden_states
-        hidden_states = self.before(hidden_states)
-        hidden_states = self.mlp(hidden_states)
-        if self.doubles:
-            hidden_states = 2 * hidden_states
-        hidden_states = self.norm(hidden_states)
-        hidden_states = residual + hidden_states
-        if self.flips:
-            hidden_states = hidden_states.flip(1).contiguous()
-        return hidden_states
-
-
-class SettledTwice(Around):
-    """Molmo 2's: the norm is in front of the MLP, or behind it."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm_after = False
-
-    def forward(self, hidden_states):
-        residual = hidden_states
-        if not self.norm_after:
-            hidden_states = self.norm(hidden_states)
-        hidden_states = self.mlp(hidden_states)
-        if self.norm_after:
-            hidden_states = self.norm(hidden_states)
-        return residual + hidden_states
-
 
 KINDS = {
     OfConv1D: (1.0, LAYER, NONE, False),
@@ -301,12 +65,7 @@ KINDS = {
 
 
 def fused_pair(fused_mlp, device, kind):
-    module = kind().to(device).eval()
-    fused = copy.deepcopy(module)
-    assert fused_mlp.fuse_mlps(fused).fused[0].extent == "full"
-    with torch.no_grad():
-        fused(x_of(device))  # the class of an activation is learnt at its first call
-    return module, fused
+    return warmed(fused_mlp, kind().to(device).eval(), x_of(device), extent="full")
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -338,76 +97,7 @@ def test_settled_conditions_are_asked_at_each_call(fused_mlp, device, blocks, ki
         assert blocks == expected
 
 
-class Stored(SettledTwice):
-    """The condition changes behind the MLP."""
-
-    def forward(self, hidden_states):
-        residual = hidden_states
-        hidden_states = self.mlp(hidden_states)
-        self.norm_after = not self.norm_after
-        if self.norm_after:
-            hidden_states = self.norm(hidden_states)
-        return residual + hidden_states
-
-
-class StoredByAMethod(SettledTwice):
-    def forward(self, hidden_states):
-        residual = hidden_states
-        hidden_states = self.mlp(hidden_states)
-        self.turn()
-        if self.norm_after:
-            hidden_states = self.norm(hidden_states)
-        return residual + hidden_states
-
-    def turn(self):
-        self.norm_after = not self.norm_after
-
-
-class StoredInABranch(SettledTwice):
-    """A condition that held in front of a branch does not hold behind it."""
-
-    def forward(self, hidden_states):
-        residual = hidden_states
-        if self.norm_after:
-            hidden_states = self.norm(hidden_states)
-            self.norm_after = False
-        hidden_states = self.mlp(hidden_states)
-        if self.norm_after:
-            hidden_states = self.norm(hidden_states)
-        else:
-            self.norm_after = True
-        return residual + hidden_states
-
-
-class StoredBehind(StoredByAMethod):
-    """A condition that held in front of a block does not hold behind it."""
-
-    def forward(self, hidden_states):
-        residual = hidden_states
-        if self.norm_after:  # noqa: SIM108 (an expression is never moved)
-            hidden_states = self.mlp(hidden_states)
-        else:
-            hidden_states = 2 * self.mlp(hidden_states)
-        hidden_states = residual + hidden_states
-        self.turn()
-        if self.norm_after:
-            hidden_states = self.norm(hidden_states)
-        return hidden_states
-
-
-class OfValues(SettledTwice):
-    def forward(self, hidden_states):
-        residual = hidden_states
-        hidden_states = self.mlp(hidden_states)
-        if hidden_states.sum() > residual.sum():
-            hidden_states = self.norm(hidden_states)
-        return residual + hidden_states
-
-
-NOT_SETTLED = [Stored, StoredByAMethod, StoredInABranch, StoredBehind, OfValues]
-
-
-@pytest.mark.parametrize("kind", NOT_SETTLED, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", NOT_SETTLED.values(), ids=NOT_SETTLED)
 def test_conditions_that_are_not_settled(fused_mlp, device, kind):
     module, fused = fused_pair(fused_mlp, device, kind)
     with torch.no_grad():
@@ -789,38 +479,7 @@ def test_residuals_of_other_shapes(fused_mlp, device):
                 assert_close(fused(x), module(x))
 
 
-class Twice(Behind):
-    """The normed values are read twice."""
-
-    def forward(self, x):
-        normed = self.norm(x)
-        return x + self.fc2(self.act(self.fc1(normed))) + normed
-
-
-class Rebound(Behind):
-    """The residual is another one by then."""
-
-    def forward(self, x):
-        residual = x
-        hidden = self.fc2(self.act(self.fc1(x)))
-        residual = residual * 2
-        return self.norm(residual + hidden)
-
-
-class Scaled(Behind):
-    def forward(self, x):
-        return self.norm(0.5 * self.fc2(self.act(self.fc1(x))) + x)
-
-
-class InPlace(Behind):
-    def forward(self, x):
-        residual = x.clone()
-        hidden = self.fc2(self.act(self.fc1(x)))
-        residual += hidden
-        return residual
-
-
-@pytest.mark.parametrize("kind", [Twice, Rebound, Scaled, InPlace], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", OTHER_FORMS)
 def test_other_forms(fused_mlp, device, kind):
     module, fused = fused_pair(fused_mlp, device, kind)
     with torch.no_grad():

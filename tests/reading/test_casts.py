@@ -8,7 +8,7 @@ from torch import nn
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from modules import Gated, Plain
-from safety import assert_close, x_of
+from safety import assert_close, warmed, x_of
 
 
 class Casting(Plain):
@@ -91,12 +91,7 @@ def calls(tell_ops, dispatched):
 
 def fused_pair(fused_mlp, device, kind, dtype=torch.bfloat16):
     torch.manual_seed(0)
-    module = KINDS[kind][0]().to(device, dtype).eval()
-    fused = copy.deepcopy(module)
-    assert fused_mlp.fuse_mlps(fused).fused[0].extent == "full"
-    with torch.no_grad():
-        fused(x_of(device).to(dtype))  # the class of an activation is learnt at its first call
-    return module, fused
+    return warmed(fused_mlp, KINDS[kind][0]().to(device, dtype).eval(), x_of(device).to(dtype), extent="full")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,7 +11,7 @@ from transformers.models.bert import modeling_bert
 from transformers.models.bert.modeling_bert import BertLayer
 from transformers.models.distilbert.modeling_distilbert import FFN
 
-from safety import assert_close, x_of
+from safety import assert_close, warmed, x_of
 
 
 def bert_layer():
@@ -30,12 +30,7 @@ KINDS = {"forward of a layer": bert_layer, "forward of an MLP": distilbert_mlp}
 @pytest.fixture(params=KINDS)
 def pair(request, fused_mlp, device):
     torch.manual_seed(0)
-    module = KINDS[request.param]().to(device).eval()
-    fused = copy.deepcopy(module)
-    assert fused_mlp.fuse_mlps(fused).fused
-    with torch.no_grad():
-        fused(x_of(device))
-    return module, fused
+    return warmed(fused_mlp, KINDS[request.param]().to(device).eval(), x_of(device))
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from diffusers.models.attention import FeedForward
 from diffusers.models.normalization import FP32LayerNorm
 from torch import nn
 
-from safety import assert_close
+from safety import assert_close, warmed
 from test_block_ops import LAYER_OF_ONE_MORE, RMS_OF_ONE_MORE, SCALE
 
 MODULATED = (1.0, LAYER_OF_ONE_MORE, SCALE, False)
@@ -195,12 +195,7 @@ def given(device, batch=3, tokens=7, dtype=torch.float32):
 
 def fused_pair(fused_mlp, device, kind, *args):
     torch.manual_seed(0)
-    module = kind(*args).to(device).eval()
-    fused = copy.deepcopy(module)
-    assert any(entry.fused for entry in fused_mlp.fuse_mlps(fused).modules)
-    with torch.no_grad():
-        fused(*given(device))  # the class of an activation is learnt at its first call
-    return module, fused
+    return warmed(fused_mlp, kind(*args).to(device).eval(), *given(device))
 
 
 @every_kind

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import written
 from modules import Gated, Plain
 
 
@@ -27,60 +28,35 @@ def slanted(x):
     return F.silu(x) + 0.01 * x
 
 
-def module_of(forward):
-    return type("Written", (nn.Module,), {"forward": forward, "__module__": __name__})
+def module_of(body):
+    return written.with_forward(nn.Module, body)
 
 
-def _silu(self, x):
-    return F.silu(x)
-
-
-def _swish(self, x):
-    return x * torch.sigmoid(x)
-
-
-def _swish_by_method(self, hidden):
-    gate = hidden.sigmoid()
-    return hidden.mul(gate)
-
-
-def _swish_by_exp(self, x):
-    return x / (1 + torch.exp(-x))
-
-
-def _float32_silu(self, x):
-    return F.silu(x.float()).to(x.dtype)
-
-
-def _float32_silu_type_as(self, x):
-    return F.silu(x.to(torch.float32)).type_as(x)
-
-
-def _quick(self, x):
-    return x * torch.sigmoid(1.702 * x)
-
-
-def _squared(self, x):
-    return F.relu(x) ** 2
-
-
-def _tanh_gelu(self, x):
-    return F.gelu(x, approximate="tanh")
-
-
-def _gelu_fewer_digits(self, x):
-    return 0.5 * x * (1 + torch.tanh(0.7978845608 * (x + 0.044715 * x * x * x)))
-
-
-KNOWN = [
-    *(_silu, _swish, _swish_by_method, _swish_by_exp, _float32_silu, _float32_silu_type_as, _quick, _squared),
-    *(_tanh_gelu, _gelu_fewer_digits),
-]
+SWISH, NEAR_SILU = "return x * torch.sigmoid(x)", "return x * torch.sigmoid(1.01 * x)"
+KNOWN = {
+    "silu": "return F.silu(x)",
+    "swish": SWISH,
+    "swish by method": "gate = x.sigmoid()\nreturn x.mul(gate)",
+    "swish by exp": "return x / (1 + torch.exp(-x))",
+    "float32 silu": "return F.silu(x.float()).to(x.dtype)",
+    "float32 silu by type_as": "return F.silu(x.to(torch.float32)).type_as(x)",
+    "quick": "return x * torch.sigmoid(1.702 * x)",
+    "squared": "return F.relu(x) ** 2",
+    "tanh gelu": 'return F.gelu(x, approximate="tanh")',
+    "gelu of fewer digits": "return 0.5 * x * (1 + torch.tanh(0.7978845608 * (x + 0.044715 * x * x * x)))",
+}
+# Elementwise, but no row of the table.
+OTHERS = (
+    NEAR_SILU,
+    "return F.silu(x.half()).to(x.dtype)",
+    "return F.silu(x.float())",
+    "return x * torch.tanh(F.softplus(x))",
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", [Gated, Plain])
-@pytest.mark.parametrize("forward", KNOWN)
+@pytest.mark.parametrize("forward", KNOWN.values(), ids=KNOWN)
 def test_classes_that_write_an_activation_out(fused_mlp, device, forward, kind, dtype):
     """Errors against float64 are at most eager's, but for chance in the last digit."""
     module = kind(module_of(forward)).to(device, dtype)
@@ -105,7 +81,7 @@ def test_functions_that_write_an_activation_out(fused_mlp, device, function):
 
 
 def test_a_written_out_activation_compiles(fused_mlp, device):
-    module = Gated(module_of(_swish)).to(device)
+    module = Gated(module_of(SWISH)).to(device)
     x = torch.randn(8, 32, device=device)
     expected = module(x)
     fused_mlp.fuse_mlps(module)
@@ -113,25 +89,6 @@ def test_a_written_out_activation_compiles(fused_mlp, device):
     torch.testing.assert_close(
         torch.compile(module, backend="eager", fullgraph=True)(x), expected, rtol=1e-4, atol=1e-5
     )
-
-
-# Elementwise, but no row of the table.
-
-
-def _near_silu(self, x):
-    return x * torch.sigmoid(1.01 * x)
-
-
-def _half_precision(self, x):
-    return F.silu(x.half()).to(x.dtype)
-
-
-def _widens(self, x):
-    return F.silu(x.float())
-
-
-def _softplus(self, x):
-    return x * torch.tanh(F.softplus(x))
 
 
 class StarReLU(nn.Module):
@@ -169,7 +126,7 @@ class Slope(nn.Module):
 
 
 UNKNOWN = [
-    *(module_of(forward) for forward in (_near_silu, _half_precision, _widens, _softplus)),
+    *map(module_of, OTHERS),
     *(StarReLU, EfficientSwish, Slope, nn.PReLU, nn.Tanh, nn.Mish, lambda: F.mish, lambda: slanted),
 ]
 
@@ -190,17 +147,17 @@ def test_other_activations_are_left_and_reported(fused_mlp, device, make, sequen
 
 
 def test_a_class_that_changes_later_is_called(fused_mlp, device):
-    kind = module_of(_swish)
+    kind = module_of(SWISH)
     module = Gated(kind).to(device)
     assert fused_mlp.fuse_mlps(module).fused
-    kind.forward = _near_silu
+    kind.forward = module_of(NEAR_SILU).forward
     x = torch.randn(8, 32, device=device)
     torch.testing.assert_close(module(x), Gated.forward(module, x))
     assert fused_mlp.explain(module).implementation != "fused"
 
 
 def test_a_class_with_a_call_of_its_own(fused_mlp, device):
-    kind = type("Called", (module_of(_swish),), {"__call__": lambda self, x: 2 * self.forward(x)})
+    kind = type("Called", (module_of(SWISH),), {"__call__": lambda self, x: 2 * self.forward(x)})
     module = Gated(kind).to(device)
     x = torch.randn(8, 32, device=device)
     expected = module(x)
@@ -209,13 +166,6 @@ def test_a_class_with_a_call_of_its_own(fused_mlp, device):
 
 
 # The parts of an MLP, in what is none.
-
-
-class Bottleneck(Plain):
-    """A projection behind a scale, without an activation."""
-
-    def forward(self, x):
-        return self.fc2(self.fc1(x)) + self.activation_fn(x)
 
 
 class Conditioned(nn.Module):
@@ -251,7 +201,8 @@ class Scaled(nn.Module):
 
 
 NO_MLPS = {
-    "bottleneck": Bottleneck,
+    # A projection behind a scale, without an activation.
+    "bottleneck": written.with_forward(Plain, "return self.fc2(self.fc1(x)) + self.activation_fn(x)"),
     "conditioned": Conditioned,
     "convolutions": ConvNet,
     "scaled": lambda: Plain(Scaled),
@@ -268,40 +219,32 @@ def test_what_is_no_mlp_is_not_reported(fused_mlp, device, make):
 # MLPs in forms that are not fused.
 
 
-class OnlyIf(Plain):
-    """As diffusers' TimestepEmbedding has it."""
-
-    def forward(self, x):
-        sample = self.fc1(x)
-        for _ in range(2):
-            sample = self.activation_fn(sample)
-        return self.fc2(sample)
-
-
-class Added(Plain):
-    def forward(self, x):
-        hidden = self.fc1(x)
-        hidden = hidden.transpose(0, 1) + 1
-        return self.fc2(self.activation_fn(hidden).transpose(0, 1))
+OTHER_FORMS = (
+    """\
+sample = self.fc1(x)
+for _ in range(2):
+    sample = self.activation_fn(sample)
+return self.fc2(sample)""",
+    """\
+hidden = self.fc1(x)
+hidden = hidden.transpose(0, 1) + 1
+return self.fc2(self.activation_fn(hidden).transpose(0, 1))""",
+)
+Added = written.with_forward(Plain, OTHER_FORMS[1])
+INHERITED = written.with_forward(Added, "return 2 * Added.forward(self, x)")
 
 
-class Inherited(Added):
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
-@pytest.mark.parametrize("kind", [OnlyIf, Added, Inherited])
+@pytest.mark.parametrize("kind", [written.with_forward(Plain, OTHER_FORMS[0]), Added, INHERITED])
 def test_mlps_in_other_forms_are_reported(fused_mlp, device, kind):
     report = fused_mlp.fuse_mlps(kind().to(device))
     assert [[reason.code for reason in left.reasons] for left in report.modules] == [["unknown form"]]
 
 
-class WrittenOut(nn.Module):
-    def forward(self, x):
-        return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
-
-
-@pytest.mark.parametrize("act", [WrittenOut(), gelu_by_erf], ids=["module", "function"])
+@pytest.mark.parametrize(
+    "act",
+    [module_of("return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))")(), gelu_by_erf],
+    ids=["module", "function"],
+)
 def test_what_is_read_runs_fused_at_each_call(fused_mlp, device, tell_ops, dispatched, monkeypatch, act):
     """As long as all that was read of it is as it was."""
     module, calls = Plain(lambda: act).to(device).eval(), []

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from safety import assert_close, x_of
+from safety import assert_close, warmed, x_of
 
 _has_own_kernel = False
 
@@ -116,13 +116,7 @@ def ops(tell_ops, dispatched):
 
 def pair(fused_mlp, device, owner, head):
     torch.manual_seed(0)
-    module = owner(head).to(device).eval()
-    fused = copy.deepcopy(module)
-    patterns = {entry.pattern for entry in fused_mlp.fuse_mlps(fused).fused}
-    assert any(pattern.endswith("in two modules") for pattern in patterns)
-    with torch.no_grad():
-        fused(x_of(device))  # the class of an activation is learnt at its first call
-    return module, fused
+    return warmed(fused_mlp, owner(head).to(device).eval(), x_of(device), pattern="in two modules")
 
 
 @heads

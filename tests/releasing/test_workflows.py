@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,18 +69,6 @@ def test_what_is_called_exists(script):
     text = script.read_text()
     assert unknown_targets(text) == set()
     assert missing_scripts(text) == set()
-
-
-def test_faults_are_found():
-    assert unpinned("      - uses: actions/checkout@v7\n") == ["actions/checkout@v7"]
-    assert unpinned(f"        uses: actions/checkout@{'a' * 40}\n") == [f"actions/checkout@{'a' * 40}"]
-    assert unpinned(f"      - uses: actions/checkout@{'a' * 39} # v7.0.1\n") != []
-    assert unknown_targets("make lint\n      - run: make test tset\n") == {"tset"}
-    assert swallowed('echo "commit=$(false)"\ncommit=$(false)\nexport A=$(false)') == [
-        'echo "commit=$(false)"',
-        "export A=$(false)",
-    ]
-    assert missing_scripts("run: python tools/gpu_jobs.py --out x\nrun: .ci/rum\n") == {"tools/gpu_jobs.py", ".ci/rum"}
 
 
 def jobs_of(workflow: str) -> dict[str, dict]:
@@ -182,42 +169,6 @@ def test_the_folder_of_the_triton_kernels_is_not_taken_for_triton(tmp_path):
     done = shell(script, tmp_path, INSTALLER="true", PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert str(tmp_path) in done.stdout and repr(str(project.ROOT)) not in done.stdout
-
-
-def test_the_first_real_compilation_is_not_the_release():
-    """The sources that a compiler reads are built by Nix, with the oldest toolkit as with the newest, when they come
-    to main."""
-    on = yaml.safe_load((project.ROOT / ".github/workflows/build.yaml").read_text())[True]  # YAML 1.1 reads `on` so
-    assert on["push"]["branches"] == ["main"]
-    config = project.config()
-    listed = [source for table in (config["torch"], *config["kernel"].values()) for source in table["src"]]
-    for source in ["build.toml", "flake.nix", "flake.lock", *listed]:
-        assert any(fnmatch(source, pattern) for pattern in on["push"]["paths"]), source
-
-
-@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
-def test_runners_have_torch_for_cpus(workflow):
-    """Else `kernels` looks for a variant for CUDA there. `make compat` brings its own, `make lint` has none."""
-    loaded = yaml.safe_load(workflow.read_text())
-    for name, job in loaded["jobs"].items():
-        for step in job.get("steps", []):
-            run = step.get("run", "")
-            made = re.findall(r"^make ([a-z-]+)", run)
-            if (made and not {*made} <= {"lint", "compat"}) or ".ci/variant" in run:
-                environment = loaded.get("env", {}) | job.get("env", {}) | step.get("env", {})
-                assert environment.get("UV_TORCH_BACKEND") == "cpu", name
-                assert environment.get("INSTALLER", "").startswith("uv pip install"), name
-
-
-def test_the_installer_of_the_runners_installs_everything():
-    command = ["make", "--dry-run", "--always-make", "venv", "build", "test", "bench", "coverage"]
-    environment = {**os.environ, "INSTALLER": "the installer"}
-    shown = subprocess.run(
-        command, cwd=project.ROOT, env=environment, capture_output=True, text=True, check=True
-    ).stdout
-    assert " pip install" not in shown and "tools/install.py" not in shown
-    installed = set(re.findall(r"^the installer .*-r requirements/(\w+)\.txt$", shown, re.MULTILINE))
-    assert {"build", "test", "bench", "lint", "timm", "coverage"} <= installed
 
 
 # The job on a GPU: with a Hub that answers as the real one does.

@@ -18,10 +18,10 @@ sys.path += [str(project.ROOT / "benchmarks" / folder) for folder in ("", "exper
 
 import adapters
 import break_even
-import display
 import experts
 import peers
 import plots
+import points
 import providers
 import quantised
 import training
@@ -144,15 +144,6 @@ def test_a_run_that_is_slower_than_eager_fails(monkeypatch, capsys, tmp_path):
         assert end.value.code is None if failure is None else re.fullmatch(failure, end.value.code)
 
 
-@pytest.mark.parametrize("workload", ["mlp", "linear"])
-def test_stored_results_of_shapes(workload, monkeypatch, capsys, tmp_path):
-    stored = STORED / f"h100-{workload}.json"
-    said = run(monkeypatch, capsys, "--from", stored, "--out", tmp_path / "plot")
-    for result in json.loads(stored.read_text())["results"]:
-        assert " x ".join(map(str, result["shape"])) in said
-        assert all(name in said for name in result["providers"])
-
-
 @pytest.fixture
 def quick_facts(monkeypatch):
     """The bandwidth of this machine is measured by copies of a few megabytes."""
@@ -179,12 +170,15 @@ def test_a_run_on_this_machine(monkeypatch, capsys, tmp_path, quick_facts):
 
 
 def results(monkeypatch, benchmark, out, *arguments):
-    """The file that a run of a benchmark writes; it prints its table and draws its plots, but for those of models."""
+    """The file that a run of a benchmark writes; it prints its table and draws its plots, but for those of models and
+    of runs without eager."""
     quick = ("--rounds", "1", "--seconds", "0.0005", "--out", str(out))
     monkeypatch.setattr(sys, "argv", [f"{benchmark.__name__}.py", *arguments, *quick])
     benchmark.main()
-    assert out.with_suffix(".svg").exists() or "--models" in arguments
-    return json.loads(out.with_suffix(".json").read_text())["results"]
+    found = json.loads(out.with_suffix(".json").read_text())["results"]
+    is_drawn = "--models" not in arguments and any("eager" in result["providers"] for result in found)
+    assert out.with_suffix(".svg").exists() == is_drawn
+    return found
 
 
 def test_a_run_of_experts(monkeypatch, tmp_path, quick_facts):
@@ -227,6 +221,19 @@ def test_a_run_of_quantised(monkeypatch, tmp_path, quick_facts):
     assert all(result["providers"].keys() == set(quantised.PROVIDERS) for result in found)
 
 
+def test_a_provider_that_fails_loses_no_other(monkeypatch, tmp_path, quick_facts):
+    """Neither at its first call nor among the turns."""
+    monkeypatch.setattr(quantised.GatedMLP, "forward", lambda self, x: 1 / 0)
+    (found,) = results(monkeypatch, quantised, tmp_path / "run", "--quick", "--formats", "nf4", "--rows", "1")
+    assert found["left"] == {"eager": "ZeroDivisionError: division by zero"}
+    assert found["providers"].keys() == {"ours", "ours-bf16"}
+    left: dict[str, str] = {}
+    turns = points.compared(
+        {"a": lambda: 1, "b": lambda: 1 / 0}, lambda calls: {n: c() for n, c in calls.items()}, left
+    )
+    assert turns == {"a": 1} and left.keys() == {"b"}
+
+
 def test_a_run_of_quantised_models(monkeypatch, tmp_path, quick_facts):
     """Logits and losses do not differ."""
     found = results(monkeypatch, quantised, tmp_path / "run", "--quick", "--models", "--formats", "nf4")
@@ -234,23 +241,6 @@ def test_a_run_of_quantised_models(monkeypatch, tmp_path, quick_facts):
     assert not any(result["left"] for result in found)
     ways = set(quantised.PROVIDERS)
     assert [set(result["providers"]) for result in found] == [ways, ways, ways - {"ours-bf16"}]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--dim", "8"], "--dim and --hidden go together"),
-        (["--workload", "linear", "--activation", "silu"], "--activation is for the MLP"),
-        (["--dim", "8", "--hidden", "8", "--sweep"], "without --shapes, --sweep and --between"),
-        (["--dim", "8", "--hidden", "8", "--workload", "linear"], "are for the MLP"),
-        (["--from", str(STORED / "h100-sweep.json"), "--dim", "7", "--hidden", "9"], "7 x 9 was not measured"),
-    ],
-)
-def test_bad_arguments(arguments, words, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["peers.py", *arguments, "--out", str(tmp_path / "out")])
-    with pytest.raises(SystemExit) as exit_:
-        peers.main()
-    assert words in capsys.readouterr().err + str(exit_.value)
 
 
 @pytest.mark.parametrize("activation", providers.ACTIVATIONS)
@@ -263,26 +253,6 @@ def test_all_ways_compute_the_same_mlp(fused_mlp, device, activation):
         assert made
         for name, run in made.items():
             torch.testing.assert_close(run(), expected, rtol=1e-2, atol=1e-2, msg=name)
-
-
-def test_a_provider_that_cannot_run_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(providers, "unavailable", lambda name, activation: "it is broken" if name == "liger" else None)
-    monkeypatch.setattr(sys, "argv", ["peers.py", "--providers", "eager", "liger", "--out", str(tmp_path / "out")])
-    with pytest.raises(SystemExit, match="liger cannot run here: it is broken"):
-        peers.main()
-
-
-def test_tables_fit_a_terminal(capsys):
-    """100 columns, with the widest shapes that are stored, and spreads; what is noisy has no ratio."""
-    stored = json.loads((STORED / "h100-mlp.json").read_text())["results"]
-    for result in stored:
-        for figures in result["providers"].values():
-            figures |= {"kernel_us_spread": 0.12, "wall_us_spread": 0.16}
-    display.print_table(stored)
-    said = capsys.readouterr().out
-    assert said.count("noisy") == sum(len(result["providers"]) for result in stored)
-    assert max(map(len, said.splitlines())) <= 100
-    assert "…" not in said
 
 
 def test_turns_are_taken_in_turns_and_medians_count():

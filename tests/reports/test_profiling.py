@@ -1,7 +1,6 @@
 """The profiling scripts: what they expect is seen on this machine, and each expectation can fail."""
 
 import dataclasses
-import importlib
 import itertools
 import json
 import math
@@ -115,82 +114,87 @@ def test_kinds_of_names(name, kind):
 # Each expectation holds on what it describes, and fails on a trace with a fault.
 
 
-def test_launches_can_fail():
+def compiled(*more: str) -> Planted:
+    """Three forwards of a compiled MLP, and kernels beside."""
+    planted = Planted()
+    for _ in range(3):
+        planted.forward()
+        for i, name in enumerate(("nvjet_gate", "nvjet_up", "triton_poi_fused_gelu_mul_0", "nvjet_down")):
+            planted.kernel(name, 20.0 * i + 30.0, 18.0)
+    for name in more:
+        planted.kernel(name, 200.0, 1.0)
+    return planted
+
+
+def ops(*named) -> Planted:
+    planted = Planted().forward()
+    for name, start, duration in named:
+        planted.op(name, start, duration)
+    return planted
+
+
+ADDMM = ("aten::addmm", 1.0, 20.0)
+OURS = (("_fused_mlp_cpu_1::gated_mlp", 1.0, 50.0), ("aten::view", 2.0, 1.0))
+# An expectation, a trace that it holds on, and those with a fault.
+CAN_FAIL = {
+    "launches": (
+        expect.launches(plan.EAGER, "GPU kernel"),
+        eager_mlp(),
+        [compiled(), eager_mlp().kernel("copy_kernel", 200.0, 1.0)],
+    ),
+    "their order": (
+        expect.launches((plan.EAGER[1], plan.EAGER[0], *plan.EAGER[2:]), "GPU kernel"),
+        None,
+        [eager_mlp()],
+    ),
+    "launches_nothing": (
+        expect.launches_nothing("aten::t"),
+        eager_mlp(),
+        # Around the first launch call, and no such op at all.
+        [eager_mlp().op("aten::t", 2.0, 5.0), Planted().forward().kernel("gemm", 5.0, 1.0)],
+    ),
+    "without": (expect.without("aten::add"), eager_mlp(), [ops(("aten::add", 1.0, 2.0))]),
+    "beneath": (
+        expect.beneath("aten::addmm", "aten::copy_", "why"),
+        ops(ADDMM, ("aten::copy_", 2.0, 3.0)),
+        [ops(ADDMM, ("aten::copy_", 30.0, 3.0))],
+    ),
+    "nothing_computes_beneath": (
+        expect.nothing_computes_beneath("_fused_mlp"),
+        ops(*OURS, ("aten::mm", 60.0, 5.0)),
+        [ops(*OURS, ("aten::mm", 10.0, 5.0))],
+    ),
+    "same_gemms": (expect.same_gemms(), compiled(), [compiled("nvjet_other")]),
+    "same_launches": (expect.same_launches(), eager_mlp(forwards=2), [compiled()]),
+}
+
+
+@pytest.mark.parametrize("name", CAN_FAIL)
+def test_an_expectation_can_fail(name):
+    expectation, right, faulty = CAN_FAIL[name]
     eager = eager_mlp().read()
-    assert look(expect.launches(plan.EAGER, "GPU kernel"), eager)
-    assert not look(expect.launches(plan.POINTWISE_FUSED, "GPU kernel"), eager)
-    assert not look(expect.launches(plan.EAGER, "GPU kernel"), eager_mlp().kernel("copy_kernel", 200.0, 1.0).read())
-    order = (plan.EAGER[1], plan.EAGER[0], *plan.EAGER[2:])
-    assert not look(expect.launches(order, "GPU kernel"), eager)
+    assert right is None or look(expectation, right.read(), eager)
+    assert not any(look(expectation, each.read(), eager) for each in faulty)
 
 
 def test_launches_fails_on_an_empty_trace():
     assert not expect.launches((), "GPU kernel").look(recording(()), recording(()))[0]
 
 
-def test_launches_nothing_can_fail():
-    expectation = expect.launches_nothing("aten::t")
-    assert look(expectation, eager_mlp().read())
-    assert not look(expectation, eager_mlp().op("aten::t", 2.0, 5.0).read())  # around the first launch call
-    assert not look(expectation, Planted().forward().kernel("gemm", 5.0, 1.0).read())  # no such op at all
-
-
-def test_without_can_fail():
-    assert look(expect.without("aten::add"), eager_mlp().read())
-    assert not look(expect.without("aten::gelu", "aten::add"), eager_mlp().read())
-
-
-def test_beneath_can_fail():
-    expectation = expect.beneath("aten::addmm", "aten::copy_", "why")
-    planted = Planted().forward().op("aten::addmm", 1.0, 20.0).op("aten::copy_", 2.0, 3.0)
-    assert look(expectation, planted.read())
-    assert not look(expectation, planted.forward().op("aten::addmm", 1.0, 20.0).op("aten::copy_", 30.0, 3.0).read())
-
-
-def test_nothing_computes_beneath_can_fail():
-    expectation = expect.nothing_computes_beneath("_fused_mlp")
-    planted = Planted().forward().op("_fused_mlp_cpu_1::gated_mlp", 1.0, 50.0).op("aten::view", 2.0, 1.0)
-    assert look(expectation, planted.op("aten::mm", 60.0, 5.0).read())
-    assert not look(expectation, planted.op("aten::mm", 10.0, 5.0).read())
-
-
-def test_same_gemms_can_fail():
-    eager = eager_mlp()
-    compiled = Planted()
-    for _ in range(3):
-        compiled.forward()
-        for i, name in enumerate(("nvjet_gate", "nvjet_up", "triton_poi_fused_gelu_mul_0", "nvjet_down")):
-            compiled.kernel(name, 20.0 * i + 30.0, 18.0)
-    assert look(expect.same_gemms(), compiled.read(), eager.read())
-    assert not look(expect.same_launches(), compiled.read(), eager.read())
-    compiled.kernel("nvjet_other", 200.0, 1.0)
-    assert not look(expect.same_gemms(), compiled.read(), eager.read())
-
-
-def test_same_launches_can_hold():
-    assert look(expect.same_launches(), eager_mlp().read(), eager_mlp(forwards=2).read())
-
-
 @pytest.mark.parametrize("range_", ["TorchDynamo Cache Lookup", "Torch-Compiled Region: 0/0"])
 def test_dynamo_can_fail(range_):
-    compiled = eager_mlp().op(range_, 0.0, 3.0).read()
-    assert look(expect.dynamo(True), compiled)
-    assert not look(expect.dynamo(False), compiled)
-    assert look(expect.dynamo(False), eager_mlp().read())
-    assert not look(expect.dynamo(True), eager_mlp().read())
+    for traced, is_compiled in ((eager_mlp().op(range_, 0.0, 3.0), True), (eager_mlp(), False)):
+        for wanted in (True, False):
+            assert look(expect.dynamo(wanted), traced.read()) == (wanted == is_compiled)
 
 
-def test_compilations_can_fail():
+def test_numbers_can_fail():
     for wanted in (0, 1):
         for found in (0, 1, 2):
             held = look(expect.compilations_on_new_shape(wanted), eager_mlp().read(), compilations=found)
             assert held == (wanted == found)
-
-
-def test_agrees_can_fail():
-    assert look(expect.agrees(1e-2), eager_mlp().read(), answer=1.005)
-    assert not look(expect.agrees(1e-2), eager_mlp().read(), answer=1.02)
-    assert not look(expect.agrees(1e-2), eager_mlp().read(), answer=math.nan)
+    for answer, held in ((1.005, True), (1.02, False), (math.nan, False)):
+        assert look(expect.agrees(1e-2), eager_mlp().read(), answer=answer) == held
 
 
 # Bytes, operations and the roofline.
@@ -307,29 +311,6 @@ def test_the_tutorials_linear_layer_on_a_gpu(tmp_path):
 
 
 # The commands.
-
-
-@pytest.mark.parametrize(
-    ("script", "arguments", "words"),
-    [
-        ("02_linear.py", ["--batch", "0"], "must be a positive integer, got '0'"),
-        ("03_simple_mlp.py", ["--dim", "many"], "must be a positive integer, got 'many'"),
-        ("03_kernels_mlp.py", ["--implementation", "ours-triton", "--compile"], "--compile goes with"),
-        ("03_kernels_mlp.py", ["--implementation", "theirs"], "invalid choice: 'theirs'"),
-    ],
-)
-def test_bad_arguments(script, arguments, words, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [script, *arguments])
-    with pytest.raises(SystemExit) as exit_:
-        importlib.import_module(script.removesuffix(".py")).main()
-    assert words in capsys.readouterr().err + str(exit_.value)
-
-
-@pytest.mark.skipif(machine.device_type() == "cuda", reason="Liger may run on a GPU")
-def test_an_implementation_that_cannot_run_is_refused(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["03_kernels_mlp.py", "--implementation", "liger"])
-    with pytest.raises(SystemExit, match="liger cannot run here: it needs a GPU"):
-        importlib.import_module("03_kernels_mlp").main()
 
 
 def test_a_script_as_a_user_runs_it(tmp_path):

@@ -4,7 +4,7 @@ import peft
 import pytest
 import torch
 
-from safety import alike, assert_same, fuse, llama, pair, reasons, states, ways
+from safety import alike, assert_same, fuse, llama, pair, states, ways
 
 PROJECTIONS = ["gate_proj", "up_proj", "down_proj"]
 
@@ -67,42 +67,6 @@ def test_the_report_names_the_adapter(fused_mlp, device):
     assert not report.left
     assert {module.pattern for module in report.fused} == {"gated with LoRA of rank 4"}
     assert states(fused_mlp, model) == {"fused"}
-
-
-def test_the_report_names_an_adapter_of_another_kind(fused_mlp, device):
-    model = adapted(llama(device)[0], "DoRA")
-    report = fused_mlp.fuse_mlps(model)
-    said = "calls gate_proj, up_proj, down_proj (a peft.tuners.lora.layer.Linear of another kind)"
-    assert {module.reason for module in report.left} == {f"{said}; merge the adapters and fuse again"}
-    assert reasons(fused_mlp, model) == {module.reason for module in report.left}
-
-
-@ways
-def test_a_life_of_adapters(fused_mlp, device, way):
-    """Merged, unmerged, a second one added and chosen, both together, switched off, and unloaded for good."""
-    model, ids = llama(device)
-    both = alike(lambda model: adapted(model, "LoRA"), *pair(fused_mlp, way, model))
-    assert states(fused_mlp, both[1]) == {"fused"}
-    second = {"r": 2, "target_modules": ["up_proj"], "init_lora_weights": False}
-    for step, is_fused in (
-        (lambda model: model.merge_adapter(), True),
-        (lambda model: model.unmerge_adapter(), True),
-        (lambda model: model.add_adapter("second", peft.LoraConfig(**second)), True),
-        (lambda model: model.set_adapter("second"), True),
-        (lambda model: model.base_model.set_adapter(["default", "second"]), False),
-        (lambda model: model.merge_adapter(["second"]), True),  # a layer with a merged adapter leaves the others out
-        (lambda model: model.unmerge_adapter(), False),
-        (lambda model: model.set_adapter("default"), True),
-    ):
-        alike(step, *both)
-        assert ("fused" in states(fused_mlp, both[1])) is is_fused
-        assert_same(*both, ids)
-    with both[0].disable_adapter(), both[1].disable_adapter():
-        assert states(fused_mlp, both[1]) == {"fused"}
-        assert_same(*both, ids)
-    both = alike(lambda model: model.merge_and_unload(), *both)
-    assert states(fused_mlp, both[1]) == {"fused"}
-    assert_same(*both, ids)
 
 
 @ways

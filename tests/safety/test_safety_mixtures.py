@@ -4,7 +4,6 @@ import copy
 import pickle
 
 import accelerate
-import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -42,37 +41,6 @@ def first(model):
 
 def why(fused_mlp, module):
     return fused_mlp.explain(module).reason
-
-
-ADAPTER = peft.LoraConfig(
-    r=4, target_modules=[], target_parameters=["experts.gate_up_proj", "experts.down_proj"], init_lora_weights=False
-)
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
-def test_adapters(fused_mlp, device, model_type, when):
-    """LoRA on the stacks gives them another value while the experts are called: they are fused all the same."""
-    model, fused, ids = pair(fused_mlp, device, model_type)
-    if when == "before":
-        fused = copy.deepcopy(model)
-    plain = logits(model, ids)
-    torch.manual_seed(0)
-    model = peft.get_peft_model(model, copy.deepcopy(ADAPTER))
-    fused = peft.get_peft_model(fused, copy.deepcopy(ADAPTER))
-    fused.load_state_dict(model.state_dict())
-    if when == "before":
-        fused_mlp.fuse_mlps(fused)
-    assert set(states(fused_mlp, fused)) == {"fused"}
-    assert error(logits(model, ids), plain) > 1e-2
-    assert_same(fused, model, ids)
-    for each in (model, fused):
-        each(ids, labels=ids).loss.backward()
-    gradients = dict(fused.named_parameters())
-    trained = [(name, parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None]
-    assert len(trained) == 8
-    assert all(error(gradients[name].grad, grad) <= 1e-4 for name, grad in trained)
-    assert_same(fused.merge_and_unload(), model.merge_and_unload(), ids)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

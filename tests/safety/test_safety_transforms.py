@@ -39,15 +39,6 @@ def test_functional_call(fused_mlp, device, way, kind, with_grad):
     assert_same(model, fused, x)
 
 
-@ways
-def test_functional_call_of_a_whole_model(fused_mlp, device, way):
-    model, ids = llama(device)
-    model, fused = pair(fused_mlp, way, model)
-    given = parameters_like(model)
-    with torch.no_grad():
-        assert_close(functional_call(fused, given, (ids,)).logits, functional_call(model, given, (ids,)).logits)
-
-
 @modes
 @ways
 @kinds

@@ -7,20 +7,102 @@ from torch import nn
 from modules import Gated, Intermediate, PackedGated, Plain
 
 # Another function of the same parts. Behind each: what of it may be fused, as the report names it; None if nothing.
-
-
-class ExtraResidual(Gated):
-    fused = "gated"
-
-    def forward(self, x):
-        return x + self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-class ScaledParent(Gated):
-    fused = None
-
-    def forward(self, x):
-        return 1.05 * super().forward(x)
+# By name: the class that it is one of, that, and its forward, of x.
+WRITTEN = {
+    "a residual": ("Gated", "gated", "return x + self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"),
+    "a scaled parent": ("Gated", None, "return 1.05 * super().forward(x)"),
+    "clamped hidden values": (
+        *("Gated", "gated linear"),
+        "return self.down_proj((self.act_fn(self.gate_proj(x)) * self.up_proj(x)).clamp(-20.0, 20.0))",
+    ),
+    "the activation twice": (
+        *("Gated", "pointwise, linear"),
+        "return self.down_proj(self.act_fn(self.act_fn(self.gate_proj(x))) * self.up_proj(x))",
+    ),
+    "two inputs": (
+        *("Gated", "linear"),
+        "return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x.roll(1, 0)))",
+    ),
+    "a sum": ("Gated", "linear", "return self.down_proj(self.act_fn(self.gate_proj(x)) + self.up_proj(x))"),
+    "one half twice": (
+        *("PackedGated", "pointwise"),
+        "g, u = self.gate_up_proj(x).chunk(2, dim=-1)\nreturn self.down_proj(self.activation_fn(g) * g) + u.sum()",
+    ),
+    "a half used once more": (
+        *("PackedGated", "pointwise"),
+        "g, u = self.gate_up_proj(x).chunk(2, dim=-1)\nreturn self.down_proj(self.activation_fn(g) * u) + u.sum()",
+    ),
+    "interleaved": (
+        *("PackedGated", "pointwise"),
+        "both = self.gate_up_proj(x)\nreturn self.down_proj(both[..., 1::2] * self.activation_fn(both[..., ::2]))",
+    ),
+    "rows in chunks": (
+        *("PackedGated", "pointwise"),
+        "g, u = self.gate_up_proj(torch.cat([x] * 2)).chunk(2, dim=0)\n"
+        "return self.down_proj((self.activation_fn(g) * u)[..., ::2])",
+    ),
+    "normalised": (
+        *("Plain", "plain"),
+        "return self.fc2(self.activation_fn(self.fc1(F.layer_norm(x, x.shape[-1:]))))",
+    ),
+    "no activation": ("Plain", None, "return self.fc2(self.fc1(x))"),
+    "the activation first": ("Plain", None, "return self.fc2(self.fc1(self.activation_fn(x)))"),
+    "one behind": ("Plain", "linear", "return self.activation_fn(self.fc2(self.activation_fn(self.fc1(x))))"),
+    "a tuple": ("Plain", "plain", "return self.fc2(self.activation_fn(self.fc1(x))), None"),
+    # Values that are needed once more, or that are not what their names suggest.
+    "activated values used twice": ("Plain", "linear", "h = self.activation_fn(self.fc1(x))\nreturn self.fc2(h), h"),
+    "the input's name taken": (
+        *("Plain", "linear"),
+        "h = self.activation_fn(self.fc1(x))\nx = x.sum(-1, keepdim=True)\nreturn self.fc2(h) + x",
+    ),
+    "the input changed in place": (
+        *("Gated", "pointwise"),
+        "x = x + 0\ng = self.gate_proj(x.clone())\nx.mul_(2.0)\n"
+        "return self.down_proj(self.act_fn(g) * self.up_proj(x))",
+    ),
+    "hidden values written to": (
+        *("Plain", None),
+        "h = self.fc1(x) + 0\nh[..., 0] = 3.0\nreturn self.fc2(self.activation_fn(h))",
+    ),
+    "bound in a loop": (
+        *("Plain", "linear"),
+        "total, h = 0, x.new_zeros(88)\nfor _ in range(3):\n    total = total + h\n"
+        "    h = self.activation_fn(self.fc1(x))\nreturn self.fc2(total)",
+    ),
+    "held by a closure": (
+        *("Plain", None),
+        "h = x.new_zeros(88)\ndef peek():\n    return h.sum()\nh = self.fc1(x)\n"
+        "result = self.fc2(self.activation_fn(h))\nreturn result + peek()",
+    ),
+    "unpacked": (
+        *("Plain", None),
+        "h, other = self.fc1(torch.stack([x, 2 * x]))\nreturn self.fc2(self.activation_fn(h)) + other.sum()",
+    ),
+    "a local activation": ("Plain", None, "gelu = torch.tanh\nreturn self.fc2(gelu(self.fc1(x)))"),
+    "a local module": ("Plain", None, "F = torch\nreturn self.fc2(F.tanh(self.fc1(x)))"),
+    "something between": (
+        *("Plain", "linear"),
+        "h = self.activation_fn(self.fc1(x))\nself.calls = getattr(self, 'calls', 0) + 1\nreturn self.fc2(h)",
+    ),
+    "counting": (
+        *("Plain", "plain"),
+        "self.calls = getattr(self, 'calls', 0) + 1\nself.last = self.fc2(self.activation_fn(self.fc1(x)))\n"
+        "return self.last * self.calls",
+    ),
+    "dropout always": ("Plain", "linear", "return self.fc2(F.dropout(self.activation_fn(self.fc1(x)), p=0.5))"),
+    "dropout of the input": (
+        *("Plain", "plain"),
+        "x = F.dropout(x, p=0.5, training=self.training)\nx = self.fc2(self.activation_fn(self.fc1(x)))\n"
+        "return F.dropout(x, p=0.5, training=self.training)",
+    ),
+    "doubled in training": (
+        "Gated",
+        "gated",
+        "y = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))\nreturn 2 * y if self.training else y",
+    ),
+}
+# Those that never hand the output of a projection to their activation, or to one that a name stands for.
+NO_MLPS = ("no activation", "the activation first", "a local module")
 
 
 class Swapped(Gated):
@@ -28,48 +110,6 @@ class Swapped(Gated):
 
     def forward(self, x):
         return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
-
-
-class Clamped(Gated):
-    fused = "pointwise"
-
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x).clamp(max=7.0)) * self.up_proj(x).clamp(-7.0, 7.0))
-
-
-class ClampedHidden(Gated):
-    fused = "gated linear"
-
-    def forward(self, x):
-        return self.down_proj((self.act_fn(self.gate_proj(x)) * self.up_proj(x)).clamp(-20.0, 20.0))
-
-
-class UpPlusOne(Gated):
-    fused = "pointwise"
-
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * (self.up_proj(x) + 1))
-
-
-class ActivationTwice(Gated):
-    fused = "pointwise, linear"
-
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.act_fn(self.gate_proj(x))) * self.up_proj(x))
-
-
-class TwoInputs(Gated):
-    fused = "linear"
-
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x.roll(1, 0)))
-
-
-class Summed(Gated):
-    fused = "linear"
-
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) + self.up_proj(x))
 
 
 class SwappedPacked(PackedGated):
@@ -109,65 +149,6 @@ class RowsByAnAttribute(OrderedByAnAttribute):
         return self.down_proj(x[..., ::2])
 
 
-class OneHalfTwice(PackedGated):
-    fused = "pointwise"
-
-    def forward(self, hidden_states):
-        gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
-        return self.down_proj(self.activation_fn(gate) * gate) + up.sum()
-
-
-class Interleaved(PackedGated):
-    fused = "pointwise"
-
-    def forward(self, hidden_states):
-        both = self.gate_up_proj(hidden_states)
-        return self.down_proj(both[..., 1::2] * self.activation_fn(both[..., ::2]))
-
-
-class RowsChunked(PackedGated):
-    fused = "pointwise"
-
-    def forward(self, hidden_states):
-        gate, up = self.gate_up_proj(torch.cat([hidden_states] * 2)).chunk(2, dim=0)
-        return self.down_proj((self.activation_fn(gate) * up)[..., ::2])
-
-
-class Normalised(Plain):
-    fused = "plain"
-
-    def forward(self, hidden_states):
-        return self.fc2(self.activation_fn(self.fc1(F.layer_norm(hidden_states, hidden_states.shape[-1:]))))
-
-
-class NoActivation(Plain):
-    fused = None
-
-    def forward(self, hidden_states):
-        return self.fc2(self.fc1(hidden_states))
-
-
-class ActivationFirst(Plain):
-    fused = None
-
-    def forward(self, hidden_states):
-        return self.fc2(self.fc1(self.activation_fn(hidden_states)))
-
-
-class ActivationLast(Plain):
-    fused = "linear"
-
-    def forward(self, hidden_states):
-        return self.activation_fn(self.fc2(self.activation_fn(self.fc1(hidden_states))))
-
-
-class TupleResult(Plain):
-    fused = "plain"
-
-    def forward(self, hidden_states):
-        return self.fc2(self.activation_fn(self.fc1(hidden_states))), None
-
-
 class AddsTheMean(Intermediate):
     fused = "linear"
 
@@ -186,22 +167,6 @@ class HiddenUsedTwice(Plain):
         return self.fc2(self.activation_fn(hidden)) + hidden.sum()
 
 
-class ActivatedUsedTwice(Plain):
-    fused = "linear"
-
-    def forward(self, x):
-        hidden = self.activation_fn(self.fc1(x))
-        return self.fc2(hidden), hidden
-
-
-class HalfUsedTwice(PackedGated):
-    fused = "pointwise"
-
-    def forward(self, x):
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(self.activation_fn(gate) * up) + up.sum()
-
-
 class InputRebound(Gated):
     fused = "pointwise"
 
@@ -212,120 +177,6 @@ class InputRebound(Gated):
         x = self.up_proj(x)
         gate = self.gate_proj(x)
         return self.down_proj(self.act_fn(gate) * x)
-
-
-class InputReboundBetween(Plain):
-    fused = None
-
-    def forward(self, x):
-        hidden = self.fc1(x)
-        x = 2 * x
-        hidden = hidden + 0 * x.sum()
-        return self.fc2(self.activation_fn(hidden)) + x
-
-
-class InputNameTakenBetween(Plain):
-    fused = "linear"
-
-    def forward(self, x):
-        hidden = self.activation_fn(self.fc1(x))
-        x = x.sum(-1, keepdim=True)
-        return self.fc2(hidden) + x
-
-
-class InputChangedInPlace(Gated):
-    fused = "pointwise"
-
-    def forward(self, x):
-        x = x + 0
-        gate = self.gate_proj(x.clone())
-        x.mul_(2.0)
-        return self.down_proj(self.act_fn(gate) * self.up_proj(x))
-
-
-class HiddenChangedInPlace(Plain):
-    fused = None
-
-    def forward(self, x):
-        hidden = self.fc1(x)
-        hidden += 1
-        return self.fc2(self.activation_fn(hidden))
-
-
-class HiddenWrittenTo(Plain):
-    fused = None
-
-    def forward(self, x):
-        hidden = self.fc1(x) + 0
-        hidden[..., 0] = 3.0
-        return self.fc2(self.activation_fn(hidden))
-
-
-class BoundUnderACondition(Plain):
-    fused = None
-
-    def forward(self, x):
-        hidden = self.fc1(x)
-        if x.shape[0] > 1:
-            hidden = hidden * 2
-        return self.fc2(self.activation_fn(hidden))
-
-
-class BoundInALoop(Plain):
-    fused = "linear"
-
-    def forward(self, x):
-        total, hidden = 0, x.new_zeros(88)
-        for _ in range(3):
-            total = total + hidden
-            hidden = self.activation_fn(self.fc1(x))
-        return self.fc2(total)
-
-
-class HeldByAClosure(Plain):
-    fused = None
-
-    def forward(self, x):
-        hidden = x.new_zeros(88)
-
-        def peek():
-            return hidden.sum()
-
-        hidden = self.fc1(x)
-        result = self.fc2(self.activation_fn(hidden))
-        return result + peek()
-
-
-class BoundByAWalrus(Plain):
-    fused = None
-
-    def forward(self, x):
-        hidden = x
-        other = (hidden := self.fc1(x)) + 1
-        return self.fc2(self.activation_fn(hidden)) + other.sum()
-
-
-class Unpacked(Plain):
-    fused = None
-
-    def forward(self, x):
-        hidden, other = self.fc1(torch.stack([x, 2 * x]))
-        return self.fc2(self.activation_fn(hidden)) + other.sum()
-
-
-class LocalActivation(Plain):
-    fused = None
-
-    def forward(self, x):
-        gelu = torch.tanh
-        return self.fc2(gelu(self.fc1(x)))
-
-
-class LocalModule(Plain):
-    fused = None
-
-    def forward(self, x, F=torch):
-        return self.fc2(F.tanh(self.fc1(x)))
 
 
 class InPlaceActivation(Gated):
@@ -350,34 +201,6 @@ class InPlaceActivationOfOne(Gated):
         return self.down_proj(self.act_fn(gate) * gate)
 
 
-class PartReplacedBetween(Plain):
-    fused = "linear"
-
-    def forward(self, x):
-        hidden = self.activation_fn(self.fc1(x))
-        self.calls = getattr(self, "calls", 0) + 1
-        return self.fc2(hidden)
-
-
-class Counting(Plain):
-    fused = "plain"
-
-    def forward(self, x):
-        self.calls = getattr(self, "calls", 0) + 1
-        self.last = self.fc2(self.activation_fn(self.fc1(x)))
-        return self.last * self.calls
-
-
-class DeletedName(Plain):
-    fused = None
-
-    def forward(self, x):
-        hidden = self.fc1(x)
-        result = self.activation_fn(hidden)
-        del hidden
-        return self.fc2(result)
-
-
 class WithoutGradients(Plain):
     fused = None
 
@@ -394,32 +217,6 @@ class FunctionalDropout(Plain):
     def forward(self, hidden_states):
         hidden = self.activation_fn(self.fc1(hidden_states))
         return self.fc2(F.dropout(hidden, p=0.5, training=self.training))
-
-
-class AlwaysDropout(Plain):
-    fused = "linear"
-
-    def forward(self, x):
-        return self.fc2(F.dropout(self.activation_fn(self.fc1(x)), p=0.5))
-
-
-class DropoutOfTheInput(Plain):
-    fused = "plain"
-
-    def forward(self, x):
-        x = F.dropout(x, p=0.5, training=self.training)
-        x = self.fc1(x)
-        x = self.activation_fn(x)
-        x = self.fc2(x)
-        return F.dropout(x, p=0.5, training=self.training)
-
-
-class DoubledInTraining(Gated):
-    fused = "gated"
-
-    def forward(self, x):
-        result = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        return 2 * result if self.training else result
 
 
 class Configurable(Gated):
@@ -468,6 +265,3 @@ ALL = [
     for kind in list(vars().values())
     if isinstance(kind, type) and issubclass(kind, nn.Module) and kind.__module__ == __name__
 ]
-
-# Those that never hand the output of a projection to their activation, or to one that a name stands for.
-NO_MLPS = (NoActivation, ActivationFirst, LocalModule)

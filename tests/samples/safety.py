@@ -61,6 +61,16 @@ def pair(fused_mlp, way, model):
     return model, fused
 
 
+def warmed(fused_mlp, module, *args, extent=None, pattern=""):
+    """The module, and a copy that is fused and was called: the class of an activation, for one, is learnt then."""
+    fused = copy.deepcopy(module)
+    entries = fused_mlp.fuse_mlps(fused).fused
+    assert any(pattern in entry.pattern and extent in (None, entry.extent) for entry in entries)
+    with torch.no_grad():
+        fused(*args)
+    return module, fused
+
+
 def mlps(model):
     return [module for module in model.modules() if isinstance(module, tuple(LAYER_OF))]
 

@@ -11,6 +11,7 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 from test_norm_training import dtypes_on, error
+from test_norms_of_sums import assert_alike
 
 
 @pytest.fixture(autouse=True)
@@ -219,12 +220,6 @@ def step(model, ids):
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     return {name: each.grad for name, each in model.named_parameters() if each.grad is not None} | {"": loss.detach()}
-
-
-def assert_alike(found, expected):
-    assert found.keys() == expected.keys()
-    for name, right in expected.items():
-        torch.testing.assert_close(found[name], right, rtol=2e-4, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}")
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from written import with_forward
+
 
 class Layers(nn.Module):
     def __init__(self):
@@ -17,119 +19,45 @@ class Layers(nn.Module):
         self.norm, self.drop, self.flag = nn.LayerNorm(8), nn.Dropout(0.0), True
 
 
-class Adjacent(Layers):
-    def forward(self, x, y):
-        q = self.q(x).view(-1, 4, 2).transpose(0, 1)
-        k = self.k(x).view(-1, 4, 2).transpose(0, 1)
-        v = self.v(x).view(-1, 4, 2).transpose(0, 1)
-        return q * k + v
-
-
-class InATuple(Layers):
-    def forward(self, x, y):
-        q, k, v = self.q(x), self.k(x), self.v(x)
-        return q * k + v
-
-
-class Four(Layers):
-    def forward(self, x, y):
-        return self.q(x) * self.k(x) + self.v(x) * self.w(x)
-
-
-class Two(Layers):
-    def forward(self, x, y):
-        q = self.norm(self.q(x))
-        k = self.norm(self.k(y))
-        v = self.v(y)
-        return q * k + v
-
-
-class BoundAnew(Layers):
-    def forward(self, x, y):
-        q = self.q(x)
-        x = x + 1
-        k = self.k(x)
-        x, v = self.v(x), x
-        return q * k + v * x
-
-
-class ChangedInPlace(Layers):
-    def forward(self, x, y):
-        x = x * 1
-        q = self.q(x)
-        x.add_(1)
-        k = self.k(x)
-        x += 1
-        v = self.v(x)
-        x[0] = 0
-        return q * k + v + self.w(x)
-
-
-class Once(Layers):
-    def forward(self, x, y):
-        return self.q(x) * self.q(x)
-
-
-class Nested(Layers):
-    def forward(self, x, y):
-        return self.q(self.k(x)) * self.v(self.drop(x))
-
-
-class UnderACondition(Layers):
-    def forward(self, x, y):
-        q = self.q(x)
-        k = self.k(x) if self.flag else y
-        if self.flag:
-            v, w = self.v(x), self.w(x)
-        else:
-            v, w = x, y
-        return q * k + v * w
-
-
-class InALoop(Layers):
-    def forward(self, x, y):
-        for _ in range(2):
-            q, k = self.q(x), self.k(x)
-            x = q * k
-        return x + self.v(y)
-
-
-class InALambda(Layers):
-    def forward(self, x, y):
-        q = self.q(x)
-        later = lambda: self.k(x)  # noqa: E731
-        x = x * 2
-        return q * later() + self.v(x)
-
-
-class Replaced(Layers):
-    def forward(self, x, y):
-        q = self.q(x)
-        self.k = self.v
-        return q * self.k(x) * self.v(x)
-
-
-class OfOthers(Layers):
-    def forward(self, x, y, other=None):
-        other = self if other is None else other
-        return self.q(x) * other.k(x) + self.v(x, *())
-
-
-# The number of groups that are called at once, and of layers in each.
+# Forwards of x and y, and the number of layers in each group that is called at once.
 FORMS = {
-    Adjacent: [3],
-    InATuple: [3],
-    Four: [3],
-    Two: [2],
-    BoundAnew: [2],
-    Once: [],
-    Nested: [],
-    UnderACondition: [2],
-    InALoop: [2, 2],
-    InALambda: [],
-    Replaced: [2],
-    OfOthers: [],
+    "adjacent": (
+        "q = self.q(x).view(-1, 4, 2).transpose(0, 1)\nk = self.k(x).view(-1, 4, 2).transpose(0, 1)\n"
+        "v = self.v(x).view(-1, 4, 2).transpose(0, 1)\nreturn q * k + v",
+        [3],
+    ),
+    "in a tuple": ("q, k, v = self.q(x), self.k(x), self.v(x)\nreturn q * k + v", [3]),
+    "four": ("return self.q(x) * self.k(x) + self.v(x) * self.w(x)", [3]),
+    "two": ("q = self.norm(self.q(x))\nk = self.norm(self.k(y))\nv = self.v(y)\nreturn q * k + v", [2]),
+    "bound anew": ("q = self.q(x)\nx = x + 1\nk = self.k(x)\nx, v = self.v(x), x\nreturn q * k + v * x", [2]),
+    "once": ("return self.q(x) * self.q(x)", []),
+    "nested": ("return self.q(self.k(x)) * self.v(self.drop(x))", []),
+    "under a condition": (
+        "q = self.q(x)\nk = self.k(x) if self.flag else y\nif self.flag:\n    v, w = self.v(x), self.w(x)\n"
+        "else:\n    v, w = x, y\nreturn q * k + v * w",
+        [2],
+    ),
+    "in a loop": ("for _ in range(2):\n    q, k = self.q(x), self.k(x)\n    x = q * k\nreturn x + self.v(y)", [2, 2]),
+    "in a lambda": ("q = self.q(x)\nlater = lambda: self.k(x)\nx = x * 2\nreturn q * later() + self.v(x)", []),
+    "replaced": ("q = self.q(x)\nself.k = self.v\nreturn q * self.k(x) * self.v(x)", [2]),
+    "of others": (
+        "other = self if other is None else other\nreturn self.q(x) * other.k(x) + self.v(x, *())",
+        [],
+    ),
 }
+IN_PLACE = """\
+x = x * 1
+q = self.q(x)
+x.add_(1)
+k = self.k(x)
+x += 1
+v = self.v(x)
+x[0] = 0
+return q * k + v + self.w(x)"""
+
+
+def written(body):
+    return with_forward(Layers, body, "x, y, other=None")
 
 
 @pytest.fixture(autouse=True)
@@ -151,10 +79,10 @@ def counted(fused_mlp, monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+@pytest.mark.parametrize("form", FORMS)
 def test_forms(fused_mlp, device, counted, form):
     torch.manual_seed(0)
-    plain = form().to(device)
+    plain = written(FORMS[form][0])().to(device)
     fused = copy.deepcopy(plain)
     fused_mlp.fuse_mlps(fused)
     x, y = torch.randn(2, 5, 8, device=device)
@@ -165,7 +93,7 @@ def test_forms(fused_mlp, device, counted, form):
         result.square().sum().backward()
         named = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
         found.append(({"result": result.detach(), "x": leaves[0].grad, "y": leaves[1].grad}, named))
-    assert counted == FORMS[form]
+    assert counted == FORMS[form][1]
     for got, right in zip(*found, strict=True):
         assert got.keys() == right.keys()
         for name, expected in right.items():
@@ -175,7 +103,7 @@ def test_forms(fused_mlp, device, counted, form):
 
 
 def test_an_input_that_is_changed_in_place(fused_mlp, device, counted):
-    plain = ChangedInPlace().to(device)
+    plain = written(IN_PLACE)().to(device)
     fused = copy.deepcopy(plain)
     fused_mlp.fuse_mlps(fused)
     given = torch.randn(2, 5, 8, device=device)

@@ -22,8 +22,7 @@ class Hub:
     token: who has it may write to the repositories there are. It may not create one, as if it were for one alone.
     identity: who proves to be this one gets the token, as a workflow does that publishes to a repository.
     trusted: the organisations that are trusted publishers of kernels; a test may change them.
-    requests: the method and path of every request so far, and the range if it asks for one.
-    cuts: of a path, after how many bytes to break off the next answer, once.
+    requests: the method and path of every request so far.
     """
 
     def __init__(self, folder: Path, token: str, trusted: Iterable[str] = (), identity: str = ""):
@@ -32,7 +31,6 @@ class Hub:
         self.identity = identity
         self.trusted = set(trusted)
         self.requests: list[str] = []
-        self.cuts: dict[str, int] = {}
         self.lock = threading.Lock()
         handler = type("Handler", (Handler,), {"hub": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -116,14 +114,7 @@ class Handler(BaseHTTPRequestHandler):
         entry = repository.entry(commit, path)
         if entry is None or entry.type != "file":
             raise Refused(404, f"{path} does not exist on {revision}", "EntryNotFound")
-        headers = {"ETag": f'"{entry.etag}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
-        start = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
-        content, status = repository.read(entry), HTTPStatus.OK
-        if start:
-            status = HTTPStatus.PARTIAL_CONTENT
-            headers["Content-Range"] = f"bytes {start[1]}-{entry.size - 1}/{entry.size}"
-            content = content[int(start[1]) :]
-        self.answer(status, content, headers, cut=self.hub.cuts.pop(path, None) if self.command == "GET" else None)
+        self.answer(HTTPStatus.OK, repository.read(entry), {"ETag": f'"{entry.etag}"', "X-Repo-Commit": commit})
 
     # Publishing
 
@@ -212,7 +203,7 @@ class Handler(BaseHTTPRequestHandler):
         self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         address = urlsplit(self.path)
         self.query = parse_qs(address.query)
-        self.hub.requests.append(" ".join([self.command, unquote(address.path), *self.headers.get_all("Range", [])]))
+        self.hub.requests.append(f"{self.command} {unquote(address.path)}")
         try:
             for method, pattern, name in ROUTES:
                 if self.command in method.split("|") and (found := pattern.fullmatch(address.path)):
@@ -246,16 +237,14 @@ class Handler(BaseHTTPRequestHandler):
     def json(self, value, status: int = HTTPStatus.OK) -> None:
         self.answer(status, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
-    def answer(self, status: int, content: bytes, headers: dict[str, str], cut: int | None = None) -> None:
+    def answer(self, status: int, content: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(content[:cut])
-        if cut is not None:
-            self.close_connection = True
+            self.wfile.write(content)
 
     def log_message(self, *arguments) -> None:
         """Hub.requests is the log."""
