@@ -55,7 +55,8 @@ class QuantizedWeight(NamedTuple):
 
     Of format ``"int4_tiles"``, ``data`` is int32 ``[out / 8, in / 128, 32, 4]``, as torch's ``_weight_int4pack_mm``
     takes it, and ``scales`` bfloat16 ``[groups, out, 2]``, scales beside zeros: a value is
-    ``(code - 8) * scale + zero``. Both sizes are rounded up to whole tiles. Such weights are decoded first.
+    ``(code - 8) * scale + zero``. Both sizes are rounded up to whole tiles. On Hopper kernels of
+    few rows of bfloat16 take groups of 64 columns times a power of two; else such weights are decoded first.
 
     Of formats ``"nf4"`` and ``"fp4"``, ``data`` is uint8, contiguous, of any shape: two values in an element, row by
     row, the first in its upper bits. Each is the code of one of 16 values times the scale of its block; ``block``
