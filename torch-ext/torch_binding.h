@@ -274,6 +274,22 @@ std::vector<Tensor> adapted_backward(const Tensor& grad, const OptionalTensor& x
                                      const OptionalTensor& first_rows, const OptionalTensor& second_rows, bool gated,
                                      int64_t activation, int64_t needs);
 
+// The same over quantised weights, in the lists of quantized_mlp, of layers whose places among those that are there are
+// given; in `weights` these have tensors of their shapes. Each is decoded when it is needed, and then forgotten.
+std::vector<Tensor> packed_adapted_forward(
+    const std::vector<OptionalTensor>& packed, const std::vector<int64_t>& layouts, const std::vector<double>& offsets,
+    const std::vector<int64_t>& places, const Tensor& x, const std::vector<Tensor>& weights,
+    const std::vector<OptionalTensor>& biases, const std::vector<OptionalTensor>& a,
+    const std::vector<OptionalTensor>& b, const std::vector<double>& scalings, const std::vector<double>& dropouts,
+    bool wide_dropout, bool up_drops_first, bool gated, int64_t activation, int64_t keep);
+std::vector<Tensor> packed_adapted_backward(
+    const std::vector<OptionalTensor>& packed, const std::vector<int64_t>& layouts, const std::vector<double>& offsets,
+    const std::vector<int64_t>& places, const Tensor& grad, const OptionalTensor& x, const std::vector<Tensor>& weights,
+    const std::vector<OptionalTensor>& biases, const std::vector<OptionalTensor>& a,
+    const std::vector<OptionalTensor>& b, const std::vector<double>& scalings, const std::vector<double>& dropouts,
+    const std::vector<OptionalTensor>& masks, const OptionalTensor& gate, const OptionalTensor& up,
+    const OptionalTensor& first_rows, const OptionalTensor& second_rows, bool gated, int64_t activation, int64_t needs);
+
 // A quantised weight (quantized.h) as a tensor [out, in] of a floating dtype: `weight` is data, scales, code,
 // nested_scales and nested_code, the last three as the format has them, and `layout` out, in, block_rows, block and
 // nested_block.

@@ -29,7 +29,11 @@ Refusal refusal_of_operands(const CodedProblem& p) {
   if (p.k % kCodedBlock != 0) return Refusal::kOddFeatures;
   constexpr int64_t kMost = std::numeric_limits<int>::max() / 2;
   if (p.n > kMost || p.k > kMost) return Refusal::kTooLarge;
-  const auto aligns = [](const CodedWeight& weight) { return aligned(weight.data, 16) && aligned(weight.scales, 4); };
+  const bool tiles = p.coding == Coding::kInt4Tiles;
+  const int of_scales = tiles ? 16 : 4;
+  const auto aligns = [&](const CodedWeight& weight) {
+    return aligned(weight.data, 16) && aligned(weight.scales, of_scales);
+  };
   return fits(p.a, p.m, p.k) && aligns(p.weight) && aligns(p.up_weight) ? Refusal::kNone : Refusal::kUnalignedRows;
 }
 
@@ -106,8 +110,8 @@ CodedPlan choose_tiled(const CodedProblem& p, const Gpu& gpu, const Tile (&tiles
 
 // Tiled kernels store whole vectors of 16 bytes, and have a scale for a block of k.
 bool takes_tiles(const CodedProblem& p, const Gpu& gpu) {
-  return gpu.major == 9 && gpu.minor == 0 && p.n % 8 == 0 && p.m > most_streamed_rows(p.coding, p.gated()) &&
-         p.m <= most_tiled_rows(p.coding) &&
+  return p.coding != Coding::kInt4Tiles && gpu.major == 9 && gpu.minor == 0 && p.n % 8 == 0 &&
+         p.m > most_streamed_rows(p.coding, p.gated()) && p.m <= most_tiled_rows(p.coding) &&
          kCodedBlock << std::min(p.weight.scale_shift, 16) >= tiled_block_k(p.coding);
 }
 
@@ -153,6 +157,7 @@ CodedPlan choose_scaled(const CodedProblem& p, const Gpu& gpu) {
 
 Refusal choose_coded(const CodedProblem& p, const Gpu& gpu, CodedPlan* plan) {
   if (gpu.major < 8 || gpu.major == 10 || gpu.major == 11) return Refusal::kGpu;  // build.toml has no code for these
+  if (p.coding == Coding::kInt4Tiles && (gpu.major != 9 || p.dtype != DType::kBFloat16)) return Refusal::kGpu;
   if (takes_scaled(p, gpu)) {
     *plan = choose_scaled(p, gpu);
     return Refusal::kNone;

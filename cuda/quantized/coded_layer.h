@@ -66,13 +66,13 @@ inline bool shares_format(const Part& part) {
   if (part.up == nullptr) return true;
   const PackedWeight &gate = *part.first, &up = *part.up;
   return gate.coding == up.coding && gate.code == up.code && gate.block_rows == up.block_rows &&
-         gate.block == up.block && gate.factor() == up.factor();
+         gate.block == up.block && gate.factor() == up.factor() &&
+         (!gate.in_tiles() || gate.nested_block == up.nested_block);
 }
 
 // The blocks of kCodedBlock elements of k that share a scale, as a power of two; nothing where kernels cannot read
 // them.
 inline std::optional<int> scale_shift(const PackedWeight& weight) {
-  if (weight.in_tiles()) return {};
   if (weight.blocked() && weight.block >= weight.k) return 31;
   const auto blocks = static_cast<uint64_t>(weight.block / kCodedBlock);
   if (weight.block % kCodedBlock != 0 || !std::has_single_bit(blocks) || (blocks > 1 && !weight.blocked())) return {};
@@ -100,11 +100,13 @@ struct CodedLayer {
   Refusal choose(const Part& part, const FloatScales& scales, const Matrix& a, int64_t rows, DType dtype,
                  const Gpu& gpu) {
     const auto described = [&](const PackedWeight* weight) {
-      const int64_t stride = weight->blocked() ? weight->blocks_of_row() : weight->k / kCodedBlock;
+      const int64_t stride = weight->in_tiles()  ? Tiles(*weight).n
+                             : weight->blocked() ? weight->blocks_of_row()
+                                                 : weight->k / kCodedBlock;
       const auto scale_rows = static_cast<int>(std::min<int64_t>(weight->block_rows, weight->n));
-      return CodedWeight{data_of(*weight), weight->code, scales.of(weight),
-                         stride,           scale_rows,   scale_shift(*weight).value_or(0),
-                         weight->factor()};
+      return CodedWeight{data_of(*weight), weight->code,    scales.of(weight),
+                         stride,           scale_rows,      scale_shift(*weight).value_or(0),
+                         weight->factor(), Tiles(*weight).k};
     };
     const PackedWeight& weight = *part.first;
     if (!scale_shift(weight) || (part.up != nullptr && !scale_shift(*part.up))) return Refusal::kOddFeatures;

@@ -14,7 +14,9 @@ constexpr int tiled_block_k(Coding coding) { return in_bytes(coding) ? 2 * kCode
 constexpr int block_bytes(Coding coding) { return in_bytes(coding) ? kCodedBlock : kCodedBlock / 2; }
 
 // A weight [n, k], row by row. The values of block b of kCodedBlock elements of row r are to be multiplied by
-// scales[r / scale_rows * scale_stride + (b >> scale_shift)] * factor, the factor being 1 but for those in bytes.
+// scales[r / scale_rows * scale_stride + (b >> scale_shift)] * factor, the factor being 1 but for those in bytes. Of
+// kInt4Tiles scales are pairs of bfloat16, scale and zero, of which row r has scales[(b >> scale_shift) * scale_stride
+// + r], and a tile's rows have `columns` codes each.
 struct CodedWeight {
   const uint8_t* data = nullptr;
   const float* code = nullptr;  // [16], of kFourBits
@@ -22,6 +24,7 @@ struct CodedWeight {
   int64_t scale_stride = 0;
   int scale_rows = 1, scale_shift = 0;
   float factor = 1.0f;
+  int64_t columns = 0;
 };
 
 // out = act(a weight^T + bias), times (a up_weight^T + up_bias) where up_weight.data is not null. Both weights have the

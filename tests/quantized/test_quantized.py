@@ -304,11 +304,11 @@ def test_no_decoded_weight_is_kept(fused_mlp, device, adapted, memory):
 
 def test_one_decoding_each_way(fused_mlp, device, monkeypatch):
     """No call below is composed of PyTorch's operations, and what no gradient needs is not decoded."""
-    module = sys.modules[f"{fused_mlp.__name__}.quantized.weights"]
-    monkeypatch.setattr(sys.modules[f"{fused_mlp.__name__}.adapters"], "composed", None)
-    decoded, decode = [], module.decoded_like
-    spy = lambda weights, like: (decoded.extend(each.shape for each in weights), decode(weights, like))[1]  # noqa: E731
-    monkeypatch.setattr(module, "decoded_like", spy)
+    adapters, decoded, decode = sys.modules[f"{fused_mlp.__name__}.adapters"], [], fused_mlp.QuantizedWeight.dequantize
+    for name in ("composed", "_packed_forward", "_packed_backward"):  # the last two decode in compiled code
+        monkeypatch.setattr(adapters, name, None)
+    spy = lambda weight, dtype: (decoded.append(weight.shape), decode(weight, dtype))[1]  # noqa: E731
+    monkeypatch.setattr(fused_mlp.QuantizedWeight, "dequantize", spy)
     x, weights = gated(fused_mlp, device)
     out = fused_mlp.gated_mlp(x.requires_grad_(), *weights)
     assert len(decoded) == 3

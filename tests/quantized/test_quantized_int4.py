@@ -95,11 +95,11 @@ def test_what_is_no_such_weight(fused_mlp, device):
             fused_mlp.linear(x, weight)
 
 
-def built(fused_mlp, device):
+def built(fused_mlp, device, group=64):
     mlp = Gated(sizes=(1024, 256, 1024))
     weights = []
     for name, sizes in (("gate_proj", (256, 1024)), ("up_proj", (256, 1024)), ("down_proj", (1024, 256))):
-        layer, weight = made(*sizes, 64, device)
+        layer, weight = made(*sizes, group, device)
         setattr(mlp, name, layer)
         weights.append(weight)
     model = nn.Sequential(mlp).eval().requires_grad_(False)
@@ -117,9 +117,10 @@ def product(x, weights):
 def test_an_mlp(fused_mlp, device, ops):
     model, fused, weights = built(fused_mlp, device)
     x = torch.randn(3, 50, 1024, device=device, dtype=torch.bfloat16)
-    assert_close(fused(x).double(), product(x, weights), 2e-2)
-    assert ops == ["packed"]
-    assert ("from 129 rows on" in str(fused_mlp.explain(fused).parts)) == HOPPER
+    for rows in (x, x[:1, :1], x[0, :20]):
+        assert_close(fused(rows).double(), product(rows, weights), 2e-2)
+    assert ops == ["packed"] * (1 if HOPPER else 3)  # compiled code reads the weights for the others
+    assert "rows on" not in str(fused_mlp.explain(fused).parts)
     if not ON_CPU:
         assert_close(fused(x), model(x), 2e-2)
     ops.clear()
@@ -130,7 +131,9 @@ def test_an_mlp(fused_mlp, device, ops):
 
 @pytest.mark.skipif(not HOPPER, reason="where they were not measured they are forced")
 def test_few_rows_and_others_are_left(fused_mlp, device, ops):
-    model, fused, _ = built(fused_mlp, device)
+    """Groups of 32 are read by no kernel of few rows."""
+    model, fused, _ = built(fused_mlp, device, 32)
+    assert "from 129 rows on" in str(fused_mlp.explain(fused).parts)
     for rows, is_taken in ((1, False), (128, False), (129, True)):
         x = torch.randn(rows, 1024, device=device, dtype=torch.bfloat16)
         assert_close(fused(x), model(x), 2e-2)
@@ -148,8 +151,10 @@ def test_fewest_rows_are_those_of_a_call(fused_mlp, monkeypatch, elements, rows)
     """Of large weights, and of all of a call's together, fewer rows pay."""
     dispatch = importlib.import_module(f"{fused_mlp.__name__}.dispatch")
     monkeypatch.setattr(dispatch, "is_forced", lambda: False)
-    weight = types.SimpleNamespace(format="int4_tiles", shape=(elements // 1024 // 2, 1024))
+    weight = types.SimpleNamespace(format="int4_tiles", shape=(elements // 1024 // 2, 1024), block=(1, 32))
+    streamed = types.SimpleNamespace(format="int4_tiles", shape=(elements, 1024), block=(1, 128))
     assert dispatch.least_blocked_rows([weight, weight]) == rows
+    assert dispatch.least_blocked_rows([weight, streamed]) >= 17 and dispatch.least_blocked_rows([streamed]) == 0
     assert dispatch.least_blocked_rows([types.SimpleNamespace(format="int8", shape=(8, 1024))]) == 0
 
 
@@ -192,3 +197,53 @@ def test_on_a_cpu_they_are_left(fused_mlp, device):
     layer, _ = made(256, 1024, 64, device)
     with fused_mlp.backend("auto"):
         assert "on a CPU" in parts.layer_of(layer)
+
+
+@pytest.mark.skipif(not HOPPER, reason="kernels of few rows are Hopper's")
+@pytest.mark.parametrize("shape", [(13, 1088, 64), (264, 320, 128), (72, 2048, 256), (1000, 64, 1024)])
+@pytest.mark.parametrize("rows", [1, 3, 9, 17, 33, 64])
+def test_kernels_of_few_rows(fused_mlp, device, rows, shape):
+    """Scales of no column, which are no numbers here, are part of no sum."""
+    weights, values = [], []
+    for _ in range(2):
+        layer, value = made(*shape, device)
+        pairs = layer.weight.scale_and_zero
+        pairs[-(-shape[1] // shape[2]) :] = torch.nan
+        weights.append(fused_mlp.QuantizedWeight.from_int4_tiles(layer.weight.qdata, pairs, shape[:2], shape[2]))
+        values.append(value.bfloat16().double())  # as torch's product rounds them
+    x = torch.randn(rows, shape[1], device=device, dtype=torch.bfloat16)
+    bias = torch.randn(shape[0], device=device, dtype=torch.bfloat16)
+    poison = torch.full((rows, shape[0]), torch.nan, device=device, dtype=torch.bfloat16)
+    del poison
+    found = fused_mlp.gated_linear(x, *weights, bias, None, activation="silu")
+    gate, up = (x.double() @ value.t() for value in values)
+    assert_close(found.double(), F.silu(gate + bias.double()) * up, 6e-3)
+    assert "weights stream" in str(fused_mlp.explain(fused_mlp.linear, x, weights[0]))
+
+
+@pytest.mark.skipif(not HOPPER, reason="in compiled code on Hopper alone")
+def test_compiled_code_sees_changes(fused_mlp, device, ops):
+    model, fused, _ = built(fused_mlp, device)
+    x = torch.randn(2, 1024, device=device, dtype=torch.bfloat16)
+    before = fused(x)
+    for change in (
+        lambda layer: layer.weight.qdata.fill_(0x1234567),
+        lambda layer: layer.weight.scale_and_zero.mul_(2),
+        lambda layer: setattr(layer.weight, "act_pre_scale", torch.full((1024,), 3.0, device=device).bfloat16()),
+        lambda layer: hooked(layer, None),
+    ):
+        for each in (model, fused):
+            change(each[0].gate_proj)
+        assert_close(fused(x), model(x), 2e-2)
+        assert fused(x).ne(before).any()
+        before = fused(x)
+    assert ops == []
+    with torch.inference_mode():
+        graph, given = torch.cuda.CUDAGraph(), x.clone()
+        fused[0].gate_proj._forward_hooks.clear()
+        fused[0].gate_proj.weight.act_pre_scale = None
+        wanted = fused(x)
+        with torch.cuda.graph(graph):
+            found = fused(given)
+        graph.replay()
+    assert torch.equal(found, wanted)

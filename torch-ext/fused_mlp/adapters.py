@@ -313,9 +313,13 @@ def _op(
         return quantized.run(x, layers, activation)
     if packed is not None and not any(factors.dropouts) and dispatch.has_few_rows(x):
         return composed(x, layers, activation)
-    tensors = _unpacked_weights(packed, tensors, x.dtype)
-    arguments = (x, *_arguments(tensors, factors), layers.up is not None, activation, _NOTHING)
-    return dispatch.op_or_parts(_plain_forward, arguments, lambda: (composed(x, layers, activation),))[0]
+
+    def arguments(tensors: Sequence[Optional[Tensor]]) -> Tuple[Any, ...]:
+        return (x, *_arguments(tensors, factors), layers.up is not None, activation, _NOTHING)
+
+    by_codes = None if torch.compiler.is_compiling() else _packed_forward
+    given = _plain_forward, by_codes, packed, tensors, x.dtype, arguments
+    return dispatch.op_or_parts(_over_packed, given, lambda: (composed(x, layers, activation),))[0]
 
 
 def _unpacked_weights(
@@ -331,20 +335,31 @@ def _unpacked_weights(
     return (*weights, *tensors[3:])
 
 
-def _decoded(
-    packed: Packed, tensors: Sequence[Optional[Tensor]], like: Tensor, read: Sequence[bool] = (True, True, True)
-) -> Sequence[Optional[Tensor]]:
-    """The same, of the dtype of ``like``, in a node of autograd, where nothing follows the decoding."""
+def _over_packed(
+    op: Callable[..., Any],
+    by_codes: Optional[Callable[..., Any]],
+    packed: Packed,
+    tensors: Sequence[Optional[Tensor]],
+    dtype: torch.dtype,
+    arguments: Callable[[Sequence[Optional[Tensor]]], Tuple[Any, ...]],
+    read: Sequence[bool] = (True, True, True),
+) -> Any:
+    """``op(*arguments(tensors))`` with quantised weights among the tensors, of ``dtype``.
+
+    ``by_codes`` decodes each when it is needed, and forgets it; where that is not at hand, all are decoded before that
+    are ``read``.
+    """
     if packed is None:
-        return tensors
-    weights, wanted = list(tensors[:3]), []
-    for place, weight in enumerate(packed):
-        if weight is not None:
-            weights[place] = weight if read[place] else quantized.shape_alone(weight, like.dtype)
-            wanted += [place] if read[place] else []
-    for place, weight in zip(wanted, quantized.decoded_like([weights[place] for place in wanted], like)):
-        weights[place] = weight
-    return (*weights, *tensors[3:])
+        return op(*arguments(tensors))
+    if by_codes is not None:
+        shapes = _unpacked_weights(packed, tensors, dtype, (False, False, False))
+        places = [place for place in range(3) if shapes[place] is not None]
+        weights = [(index, packed[place]) for index, place in enumerate(places) if packed[place] is not None]
+        lists = quantized.operand_lists(weight for _, weight in weights)
+        found = by_codes(*lists, [index for index, _ in weights], *arguments(shapes))
+        if found is not None:
+            return found
+    return op(*arguments(_unpacked_weights(packed, tensors, dtype, read)))
 
 
 def _are_of(layers: Layers, dtype: torch.dtype) -> bool:
@@ -418,6 +433,10 @@ _plain_forward, _plain_backward = (
     getattr(native.plain_modules, f"adapted_{name}", getattr(op, "_op", op))
     for name, op in (("forward", _forward), ("backward", _backward))
 )
+# The same over quantised weights, which give None where torch's dispatcher has more to do.
+_packed_forward, _packed_backward = (
+    getattr(native.plain_modules, f"packed_adapted_{name}", None) for name in ("forward", "backward")
+)
 _NOTHING, _ROWS, _VALUES = range(3)  # what a forward keeps, as in torch-ext/ops/adapted.h
 _IDENTITY = get_activation(None).code
 _FIRST_OF_ADAPTERS = 6  # behind three weights and three biases
@@ -462,10 +481,15 @@ class _Adapted(torch.autograd.Function):
     def forward(
         ctx: Any, factors: _Factors, activation: int, keep: int, packed: Packed, x: Tensor, *tensors: Optional[Tensor]
     ) -> Tensor:
-        given, whole = (x, *tensors), _decoded(packed, tensors, x)
-        result, *kept = _plain_forward(x, *_arguments(whole, factors), whole[1] is not None, activation, keep)
-        there = (True, *[tensor is not None for tensor in whole])
-        held = there if packed is None else tuple([tensor is not None for tensor in given])
+        given = (x, *tensors)
+        held = there = tuple([tensor is not None for tensor in given])
+        if packed is not None:
+            there = (True, *[is_held or weight is not None for is_held, weight in zip(held[1:], packed)], *held[4:])
+
+        def arguments(whole: Sequence[Optional[Tensor]]) -> Tuple[Any, ...]:
+            return (x, *_arguments(whole, factors), there[2], activation, keep)
+
+        result, *kept = _over_packed(_plain_forward, _packed_forward, packed, tensors, x.dtype, arguments)
         drops = tuple([dropout > 0.0 for dropout in factors.dropouts])
         layout = _layout(ctx.needs_input_grad[4:], there, held, drops, keep == _ROWS, activation == _IDENTITY)
         others = layout.others(given)
@@ -497,10 +521,13 @@ class _Adapted(torch.autograd.Function):
             found = by_parts()
         else:
             bits = sum([need << place for place, need in enumerate(needs)])
-            tensors = _decoded(ctx.packed, held, grad, layout.read)
-            lists = _operands(tensors, factors.scalings, factors.dropouts, masks)
-            arguments = grad, x, *lists, gate, up, first_rows, second_rows, tensors[1] is not None, activation, bits
-            found = dispatch.op_or_parts(_plain_backward, arguments, by_parts)
+
+            def arguments(tensors: Sequence[Optional[Tensor]]) -> Tuple[Any, ...]:
+                lists = _operands(tensors, factors.scalings, factors.dropouts, masks)
+                return (grad, x, *lists, gate, up, first_rows, second_rows, tensors[1] is not None, activation, bits)
+
+            given = _plain_backward, _packed_backward, ctx.packed, held, ctx.dtype, arguments, layout.read
+            found = dispatch.op_or_parts(_over_packed, given, by_parts)
         gradients = iter(found)
         return (None, None, None, None, *[next(gradients) if need else None for need in needs])
 

@@ -156,6 +156,11 @@ def may_take_quantized() -> bool:
     return native.DEVICE_TYPE in QUANTIZED_DEVICES or _ON_TILES or is_forced()
 
 
+def may_take_tiles() -> bool:
+    """True if :func:`quantized_refusal` refuses int4 in tiles on none of the GPUs at hand."""
+    return all(torch.cuda.get_device_capability(index) == (9, 0) for index in range(torch.cuda.device_count()))
+
+
 def may_train_quantized() -> bool:
     """True if layers with quantised weights are not left to themselves where autograd follows, or they have adapters.
 
@@ -234,16 +239,20 @@ def most_blocked_rows(x: Tensor, weights: Iterable[Any]) -> int:
 
 
 def least_blocked_rows(weights: Iterable[Any]) -> int:
-    """The number of rows from which on they are not left to these: int4 in tiles is decoded first."""
-    elements = sum(math.prod(weight.shape) for weight in weights if weight.format == _TILES)
-    if elements == 0 or is_forced():
+    """The number of rows from which on they are not left to these: int4 in tiles that no kernel of few rows reads, as
+    cuda/quantized/choice.cpp says, is decoded first."""
+    tiles = [weight for weight in weights if weight.format == _TILES]
+    if is_forced() or all(map(_may_stream, tiles)):
         return 0
+    elements = sum(math.prod(weight.shape) for weight in tiles)
     return next(rows for least, rows in _LEAST_ROWS_OF_TILES if elements >= least)
 
 
-def least_rows_of(format: str) -> int:
-    """The same for weights of one format, of any size."""
-    return _LEAST_ROWS_OF_TILES[0][1] if format == _TILES and not is_forced() else 0
+def _may_stream(weight: Any) -> bool:
+    """True for int4 in tiles that kernels of few rows read."""
+    width, group = weight.shape[1], weight.block[1]
+    blocks = group // 64
+    return width % 64 == 0 and (group >= width or (group % 64 == 0 and blocks & (blocks - 1) == 0))
 
 
 def most_rows_of_size(x: Tensor, is_int8: bool, is_rounded: bool, elements: int) -> int:
@@ -287,7 +296,8 @@ FEW_QUANTIZED_ROWS = min(_MOST_ROWS, _MOST_ROWS_ELSEWHERE)  # which are left now
 _LARGE, _MOST_ROWS_OF_LARGE = 1 << 27, 64  # 8192 x 28672 at 256 and 512 rows: 1.15 of the layers' own time
 ANY_ROWS = sys.maxsize
 # torch's product with int4 in tiles decodes it again for each 16 rows. By the least number of elements of a call's
-# weights, the rows from which on to decode them once takes less time (measured on an H200).
+# weights that no kernel of few rows reads, the rows from which on to decode them once takes less time (measured on an
+# H200).
 _TILES = "int4_tiles"
 _LEAST_ROWS_OF_TILES = ((1 << 23, 17), (1 << 20, 33), (0, 129))
 

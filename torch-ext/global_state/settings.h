@@ -178,6 +178,7 @@ struct Names {
   PyObject* int8_scales = PyUnicode_InternFromString("SCB");
   PyObject* tensor_data = PyUnicode_InternFromString("qdata");
   PyObject* tensor_scale = PyUnicode_InternFromString("scale");
+  PyObject* tile_scales = PyUnicode_InternFromString("scale_and_zero");
   // Those of a tensor of torchao's that change what is given: none of them may be there.
   PyObject* on_input[3] = {PyUnicode_InternFromString("act_pre_scale"), PyUnicode_InternFromString("act_quant_scale"),
                            PyUnicode_InternFromString("act_quant_kwargs")};

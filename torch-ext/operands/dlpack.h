@@ -23,7 +23,7 @@ struct DataType {
   bool operator==(const DataType&) const = default;
 };
 constexpr DataType kFloat32{2, 32, 1}, kFloat16{2, 16, 1}, kBFloat16{4, 16, 1}, kUint8{1, 8, 1}, kFp8{10, 8, 1},
-    kInt8{0, 8, 1};
+    kInt8{0, 8, 1}, kInt32{0, 32, 1};
 
 // Strides count elements.
 struct Tensor {

@@ -12,6 +12,7 @@
 #include "../operands/operands.h"
 #include "../torch_binding.h"
 #include "backward.h"
+#include "quantized.h"
 #include "torch_gemm.h"
 
 // Layers with low-rank adapters, forward and backward: x weight^T + bias + rows b^T, where rows = scaling x a^T. The
@@ -25,7 +26,10 @@ struct AdaptedLayer {
   Tensor weight;
   OptionalTensor bias, a, b;
   double scaling, dropout;
+  const PackedWeight* packed = nullptr;  // of a quantised weight, where `weight` has its shape alone
 
+  // The weight; a quantised one anew, for as long as a product needs it.
+  Tensor values() const { return packed == nullptr ? weight : decoded(*packed, weight, weight.scalar_type()); }
   float scale_of_kept() const { return 1.0f / static_cast<float>(1.0 - dropout); }
   int64_t rank() const { return a ? a->size(0) : 0; }
 };
@@ -88,6 +92,19 @@ struct AdaptedLayers {
     first = layer(0);
     if (gated) up = layer(1);
     if (count > least) second = layer(least);
+  }
+
+  // Quantised weights, each with its place among the layers that are there.
+  void take(const std::vector<QuantizedWeight>& packed, const std::vector<int64_t>& places) {
+    STD_TORCH_CHECK(places.size() == packed.size(), "a quantised weight must have a place");
+    for (size_t i = 0; i < packed.size(); ++i) {
+      const bool is_up = up && places[i] == 1;
+      std::optional<AdaptedLayer>& layer = places[i] == 0 ? first : is_up ? up : second;
+      const PackedWeight& weight = packed[i].packed;
+      STD_TORCH_CHECK(layer && layer->weight.size(0) == weight.n && layer->weight.size(1) == weight.k,
+                      "a quantised weight must have the shape of its layer's");
+      layer->packed = &weight;
+    }
   }
 
   void check(const Tensor& x, int64_t activation) const {
@@ -194,19 +211,25 @@ class Adapted {
   }
 
   // The result; and if anything is kept, gate and up before the activation, and the rows of the adapters of the first
-  // layer and of the second: without elements, what is not there or not kept.
+  // layer and of the second: without elements, what is not there or not kept. Weights are decoded before the rows of
+  // adapters: a kernel that starts early reads its weights while the one before it runs.
   std::vector<Tensor> forward(Keep keep, Drawing drawing) {
-    const auto [first_rows, ctas_of_rows] = rows_of_first(drawing);
-    OptionalTensor gate, up, second_rows;
+    OptionalTensor first_rows, gate, up, second_rows;
     Tensor out = new_dense(like_, with_features(layers_.second ? layers_.hidden() : layers_.features()));
-    const bool keeps = keep == Keep::kValues && !layers_.is_linear(activation_);
-    int64_t ctas = run_first(first_rows, ctas_of_rows, keeps, flat(out), &gate, &up);
+    int64_t ctas = 0;
+    {
+      const FirstLayer first = first_layer();
+      std::tie(first_rows, ctas) = rows_of_first(drawing);
+      const bool keeps = keep == Keep::kValues && !layers_.is_linear(activation_);
+      ctas = run_first(first, first_rows, ctas, keeps, flat(out), &gate, &up);
+    }
     if (layers_.second) {
+      const AdaptedLayer& second = *layers_.second;
       const Tensor hidden = flat(out);
-      std::tie(second_rows, ctas) = rows_of_second(out, ctas, drawing);
+      const FirstLayer last = first_layer(second);
+      std::tie(second_rows, ctas) = rows_of_second(out, second.packed == nullptr ? ctas : 0, drawing);
       out = new_dense(like_, with_features(layers_.features()));
-      run_layer(hidden, first_layer(*layers_.second), kLinear,
-                LowRankTerm{second_rows, layers_.second->b, std::nullopt}, ctas, flat(out));
+      run_layer(hidden, last, kLinear, LowRankTerm{second_rows, second.b, std::nullopt}, ctas, flat(out));
     }
     if (keep == Keep::kNothing) return {out};
     const Tensor nothing = new_dense(like_, {0});
@@ -271,11 +294,11 @@ class Adapted {
   static constexpr auto kLinear = static_cast<int64_t>(Activation::kLinear);
 
   static FirstLayer first_layer(const AdaptedLayer& layer) {
-    return {layer.weight, std::nullopt, layer.bias, std::nullopt, std::nullopt};
+    return {layer.values(), std::nullopt, layer.bias, std::nullopt, std::nullopt};
   }
   FirstLayer first_layer() const {
     const auto& up = layers_.up;
-    return {layers_.first->weight, up ? OptionalTensor(up->weight) : std::nullopt, layers_.first->bias,
+    return {layers_.first->values(), up ? OptionalTensor(up->values()) : std::nullopt, layers_.first->bias,
             up ? up->bias : std::nullopt, std::nullopt};
   }
 
@@ -408,9 +431,8 @@ class Adapted {
     return 0;
   }
 
-  int64_t run_first(const OptionalTensor& rows, int64_t ctas_before, bool keep, const Tensor& out, OptionalTensor* gate,
-                    OptionalTensor* up) const {
-    const FirstLayer first = first_layer();
+  int64_t run_first(const FirstLayer& first, const OptionalTensor& rows, int64_t ctas_before, bool keep,
+                    const Tensor& out, OptionalTensor* gate, OptionalTensor* up) const {
     const LowRankTerm term = term_of_first(rows);
     if (!keep) return run_layer(*x_, first, activation_, term, ctas_before, out);
     *gate = new_dense(like_, with_features(layers_.hidden()));
@@ -428,7 +450,7 @@ class Adapted {
                   OptionalTensor* values) const {
     if (with_values) {
       *values = new_hidden();
-      run_first(rows, 0, true, **values, gate, up);
+      run_first(first_layer(), rows, 0, true, **values, gate, up);
       return;
     }
     *gate = new_hidden();
@@ -453,13 +475,14 @@ class Adapted {
     *dgate = new_hidden();
     if (layers_.up) *dup = new_hidden();
     const bool linear = layers_.is_linear(activation_);
+    const Tensor weight = second.values();
     if (!linear) {
       auto kernel = Backend::hidden_gradients(
-          grad, second.weight, flat(*gate), flat(up), activation_,
+          grad, weight, flat(*gate), flat(up), activation_,
           LowRankTerm{dsecond_rows, second.a, std::nullopt, 0, masks_[2], second.scale_of_kept()});
       if (kernel) return kernel.launch(**dgate, *dup, values);
     }
-    add_products(**dgate, {{dsecond_rows, second.a, 0, 2}}, {{grad, second.weight}});
+    add_products(**dgate, {{dsecond_rows, second.a, 0, 2}}, {{grad, weight}});
     if (linear) {
       if (values) fill_values(gate, up, first_rows, *values);
       return;
@@ -540,14 +563,16 @@ class Adapted {
     put(kOfX, dx);
     const auto& up = layers_.up;
     const OptionalTensor up_a = up ? up->a : std::nullopt;
-    if (!up) return add_products(flat(dx), {{drows, first.a, 0, 0}}, {{dgate, first.weight}});
+    const Tensor weight = first.values();
+    if (!up) return add_products(flat(dx), {{drows, first.a, 0, 0}}, {{dgate, weight}});
+    const Tensor up_weight = up->values();
     if (first.dropout == 0 && up->dropout == 0) {
-      auto kernel = Backend::input_gradient(dgate, first.weight, *dup, up->weight,
-                                            LowRankTerm{drows, first.a, up_a, up_column()});
+      auto kernel =
+          Backend::input_gradient(dgate, weight, *dup, up_weight, LowRankTerm{drows, first.a, up_a, up_column()});
       if (kernel) return kernel.launch(flat(dx));
     }
     add_products(flat(dx), {{drows, first.a, 0, 0}, {drows, up_a, up_column(), 1}},
-                 {{dgate, first.weight}, {*dup, up->weight}});
+                 {{dgate, weight}, {*dup, up_weight}});
   }
 
   // grad^T x

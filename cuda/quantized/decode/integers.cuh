@@ -84,4 +84,31 @@ struct Int4Decoder : Integers<Element> {
   }
 };
 
+// int4 in the words of tensor cores, which hold a pair of adjacent columns in nibbles i and i + 4, less 8, times a
+// scale, plus a zero: rounded to bfloat16 once, as torch's product does.
+template <typename Element>
+struct Int4TileDecoder : Integers<Element> {
+  using Base = Integers<Element>;
+  using Pair = typename Base::Pair;
+  static constexpr int kBytes = 0;
+
+  template <int kThreads>
+  static __device__ __forceinline__ float fill(uint8_t*, const CodedWeight&) {
+    return 1.0f;
+  }
+
+  // A scale beside a zero, each twice.
+  struct Line {
+    Pair scale, zero;
+  };
+  static __device__ __forceinline__ Line line(uint32_t both) {
+    return {Base::pair(__byte_perm(both, 0, 0x1010)), Base::pair(__byte_perm(both, 0, 0x3232))};
+  }
+
+  static __device__ __forceinline__ uint32_t decode(uint32_t word, int i, const Line& line) {
+    const uint32_t more = Base::template placed<0x000F000Fu>(word >> 4 * i), excess = 0x43084308u;  // 128 + 8
+    return Base::bits(__hfma2(__hsub2(Base::pair(more), Base::pair(excess)), line.scale, line.zero));
+  }
+};
+
 }  // namespace fused_mlp

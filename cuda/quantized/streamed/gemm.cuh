@@ -7,6 +7,9 @@
 // alone, and are multiplied by the block's scale in float32: only codes are rounded, and those of FP8 and integers are
 // not.
 //
+// Int4 in tiles lies as the tensor cores take it: a lane's words are its own, rows of a are read by ldmatrix, and codes
+// are decoded with their scales and zeros, to the bits that torch's product rounds them to.
+//
 // Warps share k, and so may the CTAs of a cluster. Their sums are added in the order of CTAs and warps.
 #pragma once
 
@@ -36,7 +39,9 @@ struct CodedGemm {
   static constexpr CodedKernel kKernel = kKernel_;
   static constexpr Coding kCoding = kKernel.coding;
   using OfFourBits = std::conditional_t<kCoding == Coding::kInt4, Int4Decoder<Element>, PairTable<Element>>;
-  using Decoder = std::conditional_t<in_bytes(kCoding), ByteDecoder<kCoding, Element>, OfFourBits>;
+  static constexpr bool kInTiles = kCoding == Coding::kInt4Tiles;  // of 8 weight rows and 128 of k
+  using OfHalfBytes = std::conditional_t<kInTiles, Int4TileDecoder<Element>, OfFourBits>;
+  using Decoder = std::conditional_t<in_bytes(kCoding), ByteDecoder<kCoding, Element>, OfHalfBytes>;
   static constexpr Product kProduct = kGated_ ? Product::kGated : Product::kPlain;
   static constexpr bool kGated = kGated_;
   static constexpr int kTokens = kKernel.tokens, kTilesN = kTokens / 8;
@@ -57,12 +62,15 @@ struct CodedGemm {
   static constexpr int kStageBytes = kKernel.stage_bytes();
   static constexpr int kSumStride = kKernel.sum_stride(), kPartFloats = kKernel.part_bytes() / 4;
   static_assert(Decoder::kBytes == kKernel.table_bytes());
+  static_assert(!kInTiles || kSteps == 2, "a warp multiplies a tile in a stage");
 
   // Units of 32 or 64 bytes, a block of a row each, change places so that the rows that are read at a time lie in
   // distinct banks.
   static constexpr int kOfLine = 128 / kUnitBytes;
   static constexpr int kUnits = kBlocks < kOfLine ? kBlocks : kOfLine, kRowsOfLine = kOfLine / kUnits;
   static __device__ __forceinline__ int swizzled(int row, int block) { return block ^ row / kRowsOfLine % kUnits; }
+  // Vectors of rows of a do so for the products of tiles, which read eight rows at a time, and for others two.
+  static __device__ __forceinline__ int token_piece(int row, int piece) { return piece ^ row % (kInTiles ? 8 : 2); }
 };
 
 __device__ __forceinline__ void cp_async_4(uint32_t shared, const void* global, bool present) {
@@ -77,7 +85,11 @@ struct CodedCopies {
   static constexpr int kThreads = Gemm::kThreads;
   static constexpr int kPieces = Gemm::kRowBytes / 16, kRowsOfPass = kThreads / kPieces;
   static constexpr int kPasses = Gemm::kRows / kRowsOfPass;
-  static constexpr int kScales = Gemm::kRows * Gemm::kBlocks, kScalePasses = (kScales + kThreads - 1) / kThreads;
+  static constexpr int kScaleWidth = Gemm::kInTiles ? 4 : 1;  // scales that are copied together
+  static constexpr int kScales = Gemm::kRows * Gemm::kBlocks / kScaleWidth;
+  static constexpr int kScalePasses = (kScales + kThreads - 1) / kThreads;
+  static constexpr int kScaleRows = Gemm::kRows / kScaleWidth;
+  static constexpr int kOfTiles = kPieces * 8;  // vectors of the tiles of eight rows
   static constexpr int kTokenPieces = Gemm::kTokenBytes / 16;
   static constexpr int kTokenPasses = Gemm::kTokens * kTokenPieces / kThreads;
   static_assert(Gemm::kRows % kRowsOfPass == 0 && Gemm::kTokens * kTokenPieces % kThreads == 0);
@@ -116,15 +128,24 @@ struct CodedCopies {
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       with_row(pass * kRowsOfPass + thread / kPieces, [&](const CodedWeight& weight, int64_t row) {
-        weights[pass] = weight.data + (row * (args.k / kCodedBlock) * Gemm::kUnitBytes + thread % kPieces * 16);
+        if constexpr (Gemm::kInTiles) {
+          weights[pass] = weight.data + (row / 8 * weight.columns * 4 + thread % kOfTiles * 16);
+        } else {
+          weights[pass] = weight.data + (row * (args.k / kCodedBlock) * Gemm::kUnitBytes + thread % kPieces * 16);
+        }
       });
     }
 #pragma unroll
     for (int pass = 0; pass < kScalePasses; ++pass) {
       const int index = pass * kThreads + thread;
-      with_row(min(index / Gemm::kBlocks, Gemm::kRows - 1), [&](const CodedWeight& weight, int64_t row) {
-        scales[pass] = weight.scales + row / weight.scale_rows * weight.scale_stride;
-      });
+      if constexpr (Gemm::kInTiles) {
+        with_row(index % kScaleRows * kScaleWidth,
+                 [&](const CodedWeight& weight, int64_t row) { scales[pass] = weight.scales + (row & -kScaleWidth); });
+      } else {
+        with_row(min(index / Gemm::kBlocks, Gemm::kRows - 1), [&](const CodedWeight& weight, int64_t row) {
+          scales[pass] = weight.scales + row / weight.scale_rows * weight.scale_stride;
+        });
+      }
     }
 #pragma unroll
     for (int pass = 0; pass < kTokenPasses; ++pass) {
@@ -136,7 +157,15 @@ struct CodedCopies {
 
   __device__ __forceinline__ void load_weights(uint32_t stage) const {
     const int thread = threadIdx.x, first = block * Gemm::kBlockK;
-    {
+    if constexpr (Gemm::kInTiles) {
+      static_assert(kRowsOfPass % 8 == 0, "a pass has whole tiles");
+      const bool present = first + thread % kOfTiles / 32 * 128 < args.weight.columns;
+      const int64_t offset = present ? int64_t{first} * 4 : 0;
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) {
+        sm80::cp_async_16(stage + (pass * kThreads + thread) * 16, weights[pass] + offset, present);
+      }
+    } else {
       constexpr int kOfUnit = Gemm::kUnitBytes / 16;
       const int row = thread / kPieces, piece = thread % kPieces;
       const uint32_t shared = stage + row * Gemm::kRowBytes + Gemm::swizzled(row, piece / kOfUnit) * Gemm::kUnitBytes +
@@ -151,11 +180,18 @@ struct CodedCopies {
     }
 #pragma unroll
     for (int pass = 0; pass < kScalePasses; ++pass) {
-      const int index = pass * kThreads + thread, row = index / Gemm::kBlocks, scale = index % Gemm::kBlocks;
+      const int index = pass * kThreads + thread;
+      const int scale = Gemm::kInTiles ? index / kScaleRows : index % Gemm::kBlocks;
       if (kScales % kThreads != 0 && index >= kScales) continue;
       const bool present = first + scale * kCodedBlock < args.k;
-      cp_async_4(stage + Gemm::kScalesOffset + (scale * Gemm::kRows + row) * 4,
-                 scales[pass] + (present ? first / kCodedBlock + scale >> args.weight.scale_shift : 0), present);
+      const int64_t of_row = present ? first / kCodedBlock + scale >> args.weight.scale_shift : 0;
+      if constexpr (Gemm::kInTiles) {
+        sm80::cp_async_16(stage + Gemm::kScalesOffset + index * 16, scales[pass] + of_row * args.weight.scale_stride,
+                          present);
+      } else {
+        cp_async_4(stage + Gemm::kScalesOffset + (scale * Gemm::kRows + index / Gemm::kBlocks) * 4,
+                   scales[pass] + of_row, present);
+      }
     }
   }
 
@@ -167,7 +203,7 @@ struct CodedCopies {
       if (tokens[pass] == nullptr) continue;
       const int index = pass * kThreads + threadIdx.x, row = index / kTokenPieces, piece = index % kTokenPieces;
       const bool present = first + piece * 8 < args.k;
-      sm80::cp_async_16(stage + Gemm::kTokensOffset + row * Gemm::kTokenBytes + (piece ^ row % 2) * 16,
+      sm80::cp_async_16(stage + Gemm::kTokensOffset + row * Gemm::kTokenBytes + Gemm::token_piece(row, piece) * 16,
                         tokens[pass] + (present ? first : 0), present);
     }
   }
@@ -249,7 +285,7 @@ struct CodedStage {
   // Half of the 16 elements of a that belong to the lane's codes.
   __device__ __forceinline__ uint4 tokens(int n, int half) const {
     const uint8_t* const row = stage + Gemm::kTokensOffset + (n * 8 + lane.row) * Gemm::kTokenBytes;
-    const int piece = (2 * lane.quarter + half) ^ lane.row % 2;
+    const int piece = Gemm::token_piece(lane.row, 2 * lane.quarter + half);
     return *reinterpret_cast<const uint4*>(row + block * kCodedBlock * 2 + piece * 16);
   }
 };
@@ -293,6 +329,67 @@ __device__ __forceinline__ void multiply_block(CodedSums<Gemm>& sums, const Stag
     for (int i = 0; i < Gemm::kTilesM; ++i) {
 #pragma unroll
       for (int c = 0; c < 4; ++c) sums[i][n][c] = fmaf(of_block[i][c], scales[i][c / 2], sums[i][n][c]);
+    }
+  }
+}
+
+// sums += codes a^T of the warp's tiles, whose words are operands of the tensor cores as they lie.
+template <typename Gemm>
+__device__ __forceinline__ void multiply_tiles(CodedSums<Gemm>& sums, const uint8_t* stage,
+                                               const CodedLane<Gemm>& lane) {
+  using Line = typename Gemm::Decoder::Line;
+  const int number = threadIdx.x % 32;
+  const auto codes_of = [&](int i, int half) {
+    const uint8_t* const tiles = stage + (lane.tile_row(i, half) & ~7) * Gemm::kRowBytes;
+    return *reinterpret_cast<const uint4*>(tiles + (lane.warp_k * 32 + number) * 16);
+  };
+  const uint32_t tokens = sm80::shared_address(stage + Gemm::kTokensOffset) + number % 8 * Gemm::kTokenBytes;
+  uint4 codes[Gemm::kTilesM][2];
+#pragma unroll
+  for (int i = 0; i < Gemm::kTilesM; ++i) {
+    codes[i][0] = codes_of(i, 0);
+    codes[i][1] = codes_of(i, 1);
+  }
+#pragma unroll
+  for (int step = 0; step < Gemm::kSteps; ++step) {
+    const int block = lane.warp_k * Gemm::kSteps + step;
+    const CodedStage<Gemm> of_block{stage, lane, block};
+    Line lines[Gemm::kTilesM][2];
+#pragma unroll
+    for (int i = 0; i < Gemm::kTilesM; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        lines[i][half] = Gemm::Decoder::line(__float_as_uint(of_block.scale(i, half)));
+      }
+    }
+#pragma unroll
+    for (int word = 0; word < 2; ++word) {
+      uint32_t pairs[Gemm::kTilesM][2][4];
+#pragma unroll
+      for (int i = 0; i < Gemm::kTilesM; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const uint4& words = codes[i][half];
+          const uint32_t bits = step == 0 ? (word == 0 ? words.x : words.y) : (word == 0 ? words.z : words.w);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            pairs[i][j / 2][j % 2 * 2 + half] = Gemm::Decoder::decode(bits, j, lines[i][half]);
+          }
+        }
+      }
+      const int piece = Gemm::token_piece(number % 8, block * 8 + word * 4 + number / 8);
+#pragma unroll
+      for (int n = 0; n < Gemm::kTilesN; ++n) {
+        uint32_t of_tokens[2][2];
+        sm80::load_matrix_x4(tokens + n * 8 * Gemm::kTokenBytes + piece * 16, of_tokens[0][0], of_tokens[0][1],
+                             of_tokens[1][0], of_tokens[1][1]);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+#pragma unroll
+          for (int i = 0; i < Gemm::kTilesM; ++i)
+            sm80::Mma<typename Gemm::Element>::multiply(sums[i][n], pairs[i][j], of_tokens[j]);
+        }
+      }
     }
   }
 }
@@ -382,6 +479,9 @@ __device__ __forceinline__ void store_tile(const CodedGemmArgs& args, const Code
 template <typename Gemm>
 __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kKernel.ctas)
     coded_gemm_kernel(const __grid_constant__ CodedGemmArgs args) {
+#if __CUDA_ARCH__ != 900
+  if (Gemm::kInTiles) return;  // nothing was measured elsewhere, and choice.cpp takes none
+#endif
   extern __shared__ __align__(128) uint8_t raw_shared[];
   uint8_t* const ring = raw_shared + Gemm::Decoder::kBytes;
   const int clusters = gridDim.x / args.split, cluster = blockIdx.x / args.split, rank = blockIdx.x % args.split;
@@ -410,9 +510,13 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kKernel.ctas)
       copies.start(sm80::shared_address(ring) + writing * Gemm::kStageBytes);
       writing = after(writing);
       const uint8_t* const stage = ring + reading * Gemm::kStageBytes;
+      if constexpr (Gemm::kInTiles) {
+        multiply_tiles<Gemm>(sums, stage, lane);
+      } else {
 #pragma unroll
-      for (int step = 0; step < Gemm::kSteps; ++step) {
-        multiply_block<Gemm>(sums, CodedStage<Gemm>{stage, lane, lane.warp_k * Gemm::kSteps + step}, table);
+        for (int step = 0; step < Gemm::kSteps; ++step) {
+          multiply_block<Gemm>(sums, CodedStage<Gemm>{stage, lane, lane.warp_k * Gemm::kSteps + step}, table);
+        }
       }
       reading = after(reading);
     }

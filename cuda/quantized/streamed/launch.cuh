@@ -40,11 +40,19 @@ cudaError_t launch_coded_gemm(const CodedProblem& p, int split, const Gpu& gpu, 
   return cudaLaunchKernelEx(&config, coded_gemm_kernel<Gemm>, args);
 }
 
+// Int4 in tiles is decoded to bfloat16.
+template <typename Element>
+constexpr bool has_kernel(Coding coding) {
+  return coding != Coding::kInt4Tiles || std::is_same_v<Element, __nv_bfloat16>;
+}
+
 template <typename Element>
 cudaError_t launch_coded_of(const CodedProblem& p, const CodedPlan& plan, const Gpu& gpu, cudaStream_t stream) {
 #define FUSED_MLP_CODED(GATED, ...)                                                               \
   if (constexpr CodedKernel kKernel{__VA_ARGS__}; plan.kernel == kKernel && p.gated() == GATED) { \
-    return launch_coded_gemm<CodedGemm<Element, GATED, kKernel>>(p, plan.split, gpu, stream);     \
+    if constexpr (has_kernel<Element>(kKernel.coding)) {                                          \
+      return launch_coded_gemm<CodedGemm<Element, GATED, kKernel>>(p, plan.split, gpu, stream);   \
+    }                                                                                             \
   }
 #include "kernels.def"
 #undef FUSED_MLP_CODED

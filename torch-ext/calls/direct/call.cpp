@@ -296,6 +296,12 @@ bool read_sizes(PyObject* tensor, dlpack::Tensor* view) {
   return false;
 }
 
+bool read_shape(PyObject* tensor, dlpack::Tensor* view) {
+  if (exchange->read(tensor, view) == 0) return true;
+  PyErr_Clear();
+  return false;
+}
+
 bool read_dtype(const dlpack::Tensor& tensor, DType* dtype) {
   const auto found = dtype_of(tensor.dtype);
   if (found) *dtype = *found;

@@ -48,6 +48,8 @@ bool read_codes_directly(PyObject* tensor, dlpack::Tensor* view);
 // The sizes of such a tensor, which takes a tenth of the time of its methods. False, without an error, where they have
 // to be called.
 bool read_sizes(PyObject* tensor, dlpack::Tensor* view);
+// Those of any tensor, whose memory may be held by others.
+bool read_shape(PyObject* tensor, dlpack::Tensor* view);
 bool read_dtype(const dlpack::Tensor& tensor, DType* dtype);
 bool is_contiguous(const dlpack::Tensor& tensor);
 

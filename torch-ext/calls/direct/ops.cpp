@@ -13,7 +13,6 @@
 
 #include "../../global_state/modes.h"
 #include "../../global_state/settings.h"
-#include "../../ops/quantized.h"
 #include "../../torch_binding.h"
 #include "../answers.h"
 #include "tensors.h"
@@ -183,17 +182,6 @@ std::vector<Tensor> post_normed_forward(const Tensor& x, const Tensor& weight, c
   return found;
 }
 
-// Quantised weights as tensors of the dtype of `like`.
-std::vector<Tensor> decode_like(const std::vector<OptionalTensor>& weights, const std::vector<int64_t>& layouts,
-                                const std::vector<double>& offsets, const Tensor& like) {
-  std::vector<Tensor> found;
-  for (size_t i = 0; i < offsets.size(); ++i) {
-    const QuantizedWeight weight(weights, layouts, offsets[i], i);
-    found.push_back(decoded(weight.packed, like, like.scalar_type()));
-  }
-  return found;
-}
-
 // Without a name of an op, what is left is None.
 template <auto kOp, PyObject* Names::* kName = nullptr>
 PyObject* past_dispatcher(PyObject*, PyObject* operands) {
@@ -210,7 +198,8 @@ PyObject* past_dispatcher(PyObject*, PyObject* operands) {
 PyMethodDef direct_op_methods[] = {
     {"adapted_forward", past_dispatcher<adapted_forward, &Names::adapted_forward>, METH_VARARGS, nullptr},
     {"adapted_backward", past_dispatcher<adapted_backward, &Names::adapted_backward>, METH_VARARGS, nullptr},
-    {"decode_like", past_dispatcher<decode_like>, METH_VARARGS, nullptr},
+    {"packed_adapted_forward", past_dispatcher<packed_adapted_forward>, METH_VARARGS, nullptr},
+    {"packed_adapted_backward", past_dispatcher<packed_adapted_backward>, METH_VARARGS, nullptr},
     {"norm_forward", past_dispatcher<norm_forward, &Names::norm_forward>, METH_VARARGS, nullptr},
     {"sum_norm_forward", past_dispatcher<sum_norm_forward, &Names::sum_norm_forward>, METH_VARARGS, nullptr},
     {"norm_backward", past_dispatcher<norm_backward, &Names::norm_backward>, METH_VARARGS, nullptr},

@@ -10,7 +10,7 @@ namespace fused_mlp {
 namespace {
 
 // The ways in which classes of layers hold their weights.
-enum Form : Py_ssize_t { kFourBits, kBlocked, kInt8, kRows, kTensor };
+enum Form : Py_ssize_t { kFourBits, kBlocked, kInt8, kRows, kTensor, kTiles };
 enum KnownField : Py_ssize_t { kUnchanged, kForm, kWeightClass };
 
 #if defined(CUDA_KERNEL)
@@ -205,6 +205,35 @@ bool read_tensor(PyObject* weight, PackedWeight* w) {
   return Held::pair(held.at(n.block_size), &rows, &columns) && columns == w->k && (rows == 1 || rows == w->n);
 }
 
+// Reads a weight of torchao's of int4 in tiles.
+bool read_tiles(PyObject* weight, PackedWeight* w) {
+  const Names& n = names();
+  PyObject* const state = state_of(weight);
+  if (state == nullptr) return false;
+  const Held held(state);
+  PyObject *const values = held.at(n.tensor_data), *const pairs = held.at(n.tile_scales);
+  if (values == nullptr || pairs == nullptr || class_of(values) != settings.tensor ||
+      class_of(pairs) != settings.tensor || !(held.lacks(n.on_input[0]) || held.at(n.on_input[0]) == Py_None)) {
+    return false;
+  }
+  dlpack::Tensor data, scales, shape;
+  if (!read_codes_directly(values, &data) || !read_directly(pairs, &scales) || !read_shape(weight, &shape))
+    return false;
+  if (!is_on(data, data.device.index) || !is_on(scales, data.device.index) || !is_contiguous(data) ||
+      !is_contiguous(scales) || !(data.dtype == dlpack::kInt32) || !(scales.dtype == dlpack::kBFloat16) ||
+      data.dims != 4 || shape.dims != 2 || !Held::pair(held.at(n.block_size), &w->block_rows, &w->block)) {
+    return false;
+  }
+  w->coding = Coding::kInt4Tiles;
+  w->device = data.device.index;
+  w->data = data.data, w->scales = scales.data;
+  w->n = shape.sizes[0], w->k = shape.sizes[1], w->nested_block = data.sizes[1] * Tiles::kColumns;
+  const Tiles tiles(*w);
+  return w->block_rows == 1 && w->block % 64 == 0 && tiles.k >= w->k && tiles.k % w->block == 0 &&
+         data.sizes[2] == Tiles::kLanes && data.sizes[3] == Tiles::kWords && Held::elements(data) == tiles.words() &&
+         Held::elements(scales) == tiles.k / w->block * tiles.n * 2;
+}
+
 bool read(Form form, const Held& layer, const Held& parameters, PyObject* weight, PyObject* dtype, PackedWeight* w) {
   switch (form) {
     case kFourBits:
@@ -218,8 +247,21 @@ bool read(Form form, const Held& layer, const Held& parameters, PyObject* weight
              read_rows(weight, parameters, names().scale_of_rows, settings.parameter, 1, w);
     case kTensor:
       return read_tensor(weight, w);
+    case kTiles:
+      return read_tiles(weight, w);
   }
   return false;
+}
+
+// Weights of int4 in tiles that kernels of few rows read, as _may_stream() of dispatch.py says. Their product rounds x
+// to bfloat16.
+Answer takes_tiles(const PackedWeights& weights, PyObject* x) {
+  dlpack::Tensor view;
+  if (!read_directly(x, &view) || !(view.dtype == dlpack::kBFloat16)) return PyErr_Occurred() ? kError : kNo;
+  return answer(std::all_of(weights.of, weights.of + weights.count, [](const PackedWeight& weight) {
+    const int64_t blocks = weight.block / 64;
+    return weight.in_tiles() && weight.k % 64 == 0 && (weight.block >= weight.k || (blocks & (blocks - 1)) == 0);
+  }));
 }
 
 }  // namespace
@@ -266,9 +308,10 @@ Answer takes_rows(const PackedWeights& weights, PyObject* x) {
   bool rounds = true;  // as _may_round_rows() of dispatch.py says
   int64_t largest = 0;
   const Coding coding = weights.of[0].coding;
+  if (coding == Coding::kInt4Tiles) return takes_tiles(weights, x);
   for (int i = 0; i < weights.count; ++i) {
     const PackedWeight& weight = weights.of[i];
-    if (!weight.blocked()) return kNo;
+    if (!weight.blocked() || weight.in_tiles()) return kNo;
     rounds = rounds && (weight.block_rows % 128 == 0 || weight.block_rows >= weight.n);
     largest = std::max(largest, weight.elements());
   }

@@ -55,7 +55,8 @@ class QuantizedWeight(NamedTuple):
 
     Of format ``"int4_tiles"``, ``data`` is int32 ``[out / 8, in / 128, 32, 4]``, as torch's ``_weight_int4pack_mm``
     takes it, and ``scales`` bfloat16 ``[groups, out, 2]``, scales beside zeros: a value is
-    ``(code - 8) * scale + zero``. Both sizes are rounded up to whole tiles. Such weights are decoded first.
+    ``(code - 8) * scale + zero``. Both sizes are rounded up to whole tiles. On Hopper kernels of
+    few rows of bfloat16 take groups of 64 columns times a power of two; else such weights are decoded first.
 
     Of formats ``"nf4"`` and ``"fp4"``, ``data`` is uint8, contiguous, of any shape: two values in an element, row by
     row, the first in its upper bits. Each is the code of one of 16 values times the scale of its block; ``block``
@@ -516,25 +517,18 @@ def run(x: Tensor, layers: Any, activation: int) -> Tensor:
 
 def lists_of(layers: Sequence[Optional[Any]]) -> Tuple[List[Any], ...]:
     """The lists that the op of an MLP is given: the operands of the weights, the layouts, the offsets, the biases."""
-    lists: Tuple[List[Any], ...] = [], [], [], []
-    for layer in layers:
-        if layer is not None:
-            tensors, layout, offset = operands_of(layer.weight)
-            for each, values in zip(lists, (tensors, layout, [offset], [layer.bias])):
-                each.extend(values)
-    return lists
+    there = [layer for layer in layers if layer is not None]
+    return (*operand_lists(layer.weight for layer in there), [layer.bias for layer in there])
 
 
-def decoded_like(weights: Sequence[QuantizedWeight], like: Tensor) -> Sequence[Tensor]:
-    """Weights as tensors of the dtype of another one, on a device that the compiled ops take, outside of graphs."""
-    tensors, layouts, offsets = [], [], []
+def operand_lists(weights: Iterable[QuantizedWeight]) -> Tuple[List[Any], ...]:
+    """The same of weights: their operands, the layouts, the offsets."""
+    lists: Tuple[List[Any], ...] = [], [], []
     for weight in weights:
-        of_weight, layout, offset = operands_of(weight)
-        tensors += of_weight
-        layouts += layout
-        offsets.append(offset)
-    found = None if native.plain_modules is None else native.plain_modules.decode_like(tensors, layouts, offsets, like)
-    return [weight.dequantize(like.dtype) for weight in weights] if found is None else found
+        tensors, layout, offset = operands_of(weight)
+        for each, values in zip(lists, (tensors, layout, [offset])):
+            each.extend(values)
+    return lists
 
 
 # Without what OpOverload does before them in Python, for calls that nothing traces.

@@ -158,8 +158,9 @@ def known_tensor(kind: type) -> Optional[Guarded]:
         return None
     products = kind._TORCH_FN_TABLE[kind]
     unchanged = ((products, F.linear, products[F.linear]),)
-    if _TENSORS[_name(kind)] != quantized.TILES and native.DEVICE_TYPE in dispatch.QUANTIZED_DEVICES:
-        COMPILED[kind] = unchanged, len(_FORMS), kind
+    in_tiles = _TENSORS[_name(kind)] == quantized.TILES
+    if native.DEVICE_TYPE in dispatch.QUANTIZED_DEVICES and (not in_tiles or dispatch.may_take_tiles()):
+        COMPILED[kind] = unchanged, len(_FORMS) + in_tiles, kind
     return unchanged
 
 
@@ -189,7 +190,7 @@ def is_plainly_left(part: nn.Module, x: Any) -> bool:
         return not dispatch.may_train_quantized() or least is None or x.shape[:-1].numel() < least
     if format is None:
         return False
-    return not dispatch.least_rows_of(format) <= x.shape[:-1].numel() <= dispatch.most_rows_of(format, x)
+    return x.shape[:-1].numel() > dispatch.most_rows_of(format, x)
 
 
 def _least_trained(part: nn.Module, like: Tensor) -> Optional[int]:
