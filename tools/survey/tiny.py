@@ -12,18 +12,21 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 MAX_PARAMETERS = 400_000_000
 
+
 # Options of a configuration, by the end of their names, and what they become. The widths of an MLP differ from all
 # others, by which its layers are told from those of an attention.
-_WIDTHS = (  # the first that fits
-    (r"intermediate_size|ffn_dim|d_ff|n_inner|ffn_hidden_size|intermediate_dim|mlp_dim|feedforward\w*", 96),
-    (r"hidden_size|d_model|n_embd|embed_dim|dim|hidden_dim|width|n_embed|embedding_size|emb_dim", 64),
-    (r"(key_value|kv)_heads", 2),
-    (r"heads|n_head", 4),
-    (r"head_dim", 16),
-)
-_COUNTS = ((r"layers?|blocks|depth|hidden_groups", 2), (r"vocab_size", 256), (r"experts", 4))
+def _widths(width: int, hidden: int) -> tuple[tuple[str, int], ...]:
+    """The first that fits counts."""
+    return (
+        (r"intermediate_size|ffn_dim|d_ff|n_inner|ffn_hidden_size|intermediate_dim|mlp_dim|feedforward\w*", hidden),
+        (r"hidden_size|d_model|n_embd|embed_dim|dim|hidden_dim|width|n_embed|embedding_size|emb_dim", width),
+        (r"(key_value|kv)_heads", 2),
+        (r"heads|n_head", 4),
+        (r"head_dim", width // 4),
+    )
 
-_NO_DEFAULT = {"head_dim": 16, "num_key_value_heads": 2}  # options that may be None until somebody sets them
+
+_COUNTS = ((r"layers?|blocks|depth|hidden_groups", 2), (r"vocab_size", 256), (r"experts", 4))
 
 # Options without which a configuration makes no model.
 _REQUIRED = {name: {"prediction_length": 8} for name in ("autoformer", "informer", "time_series_transformer")}
@@ -37,14 +40,16 @@ def model_types() -> list[str]:
     return sorted(CONFIG_MAPPING)
 
 
-def build(model_type: str) -> PreTrainedModel:
-    """A model of that type with random weights, as small as its configuration allows.
+def build(model_type: str, width: int = 64, hidden: int = 96) -> PreTrainedModel:
+    """A model of that type with random weights, as small as its configuration allows: of two layers, where the features
+    between them, and those within an MLP, can be so many.
 
     Raises NoModelError with the reason where there is none.
     """
     error: Exception = NoModelError("part of another model")
     for config_class, model_class in _classes(model_type):
-        for widths, unset in ((_WIDTHS, {}), (_WIDTHS, _NO_DEFAULT), ((), {})):
+        small, often_none = _widths(width, hidden), {"head_dim": width // 4, "num_key_value_heads": 2}
+        for widths, unset in ((small, {}), (small, often_none), ((), {})):
             try:
                 config = config_class(**_REQUIRED.get(model_type, {}))
                 return _build(model_class, _shrunk(config, widths, unset))
