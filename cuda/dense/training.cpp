@@ -81,7 +81,10 @@ std::string plan_training(const Tensor& x, const Tensor& weight, const OptionalT
     HiddenGradients(up_weight.has_value(), grad, *second_weight, hidden, up_weight ? hidden : kNoMatrix, activation)
         .record(&plan);
   }
-  if (up_weight) InputGradient(Left(rows, weight.size(0)), weight, hidden, *up_weight).record(&plan);
+  if (up_weight) {
+    const Left grad(rows, weight.size(0));
+    InputGradient({{grad, weight}, {grad, *up_weight}}).record(&plan);
+  }
   return plan.text();
 }
 

@@ -542,7 +542,7 @@ class Adapted {
     const OptionalTensor up_a = up ? up->a : std::nullopt;
     if (!up) return add_products(flat(dx), {{drows, first.a, 0, 0}}, {{dgate, first.weight}});
     if (first.dropout == 0 && up->dropout == 0) {
-      auto kernel = Backend::input_gradient(dgate, first.weight, *dup, up->weight,
+      auto kernel = Backend::input_gradient(Products{{dgate, first.weight}, {*dup, up->weight}},
                                             LowRankTerm{drows, first.a, up_a, up_column()});
       if (kernel) return kernel.launch(flat(dx));
     }
