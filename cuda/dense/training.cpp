@@ -1,6 +1,5 @@
 // The CUDA backend's ops of training: torch's GEMMs and pointwise kernels, or, where the GPU's architecture has them,
 // GEMMs that do the pointwise work in their epilogues.
-#include <torch/csrc/stable/accelerator.h>
 
 #include <vector>
 
@@ -10,7 +9,6 @@
 namespace fused_mlp {
 namespace {
 
-using torch::stable::accelerator::DeviceGuard;
 
 // The result alone. Where the backward makes hidden values again block by block of rows, no more are made at once here.
 Tensor forward(const Tensor& x, const FirstLayer& first, const OptionalTensor& second_weight,

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
@@ -226,7 +225,7 @@ struct LayerGemm : TrainingGemm {
 
 // The functions that backward.h and adapted.h ask of a backend.
 struct Cuda {
-  struct Guard : torch::stable::accelerator::DeviceGuard {
+  struct Guard : DeviceGuard {
     explicit Guard(const Tensor& x) : DeviceGuard(x.get_device_index()) {}
   };
 
