@@ -20,6 +20,11 @@ inline std::vector<int64_t> with_features(const Tensor& x, int64_t features) {
   return sizes;
 }
 
+// True for matrices of one size with the same steps in memory.
+inline bool lie_alike(const Tensor& one, const Tensor& other) {
+  return one.size(1) == other.size(1) && one.stride(0) == other.stride(0) && one.stride(1) == other.stride(1);
+}
+
 // Backend::linear(x, weight, bias): the result, of x [..., in]
 template <typename Backend>
 std::vector<Tensor> projections(const Tensor& x, const OfProjections& weights, const OfProjections& biases) {
@@ -37,7 +42,7 @@ std::vector<Tensor> projections(const Tensor& x, const OfProjections& weights, c
 // The gradients that the bits of `needs` ask for, of x, three weights and three biases. That of x is added up by the
 // products themselves. A layer whose result has no gradient has none.
 //
-// Backend::mm, Backend::add_mm, Backend::input_gradient: as backward.h has them
+// Backend::mm, Backend::add_mm, Backend::batches, Backend::mm_both, Backend::input_gradient: as backward.h has them
 // Backend::all_column_sums(matrices of as many rows, one to three): the sums of each
 template <typename Backend>
 std::vector<Tensor> projection_gradients(const OfProjections& grads, const OptionalTensor& x,
@@ -84,8 +89,17 @@ std::vector<Tensor> projection_gradients(const OfProjections& grads, const Optio
     if (!x_rows) x_rows = Backend::rows(*x);
     check_same_kind(*x, "x", *like);
     STD_TORCH_CHECK(x_rows->size(0) == count, "x must have as many rows as the gradients");
-    found.push_back(new_dense(*like, std::vector<int64_t>{rows[i]->size(1), x_rows->size(1)}));
-    Backend::mm(found.back(), transposed(*rows[i]), *x_rows);
+    const std::vector<int64_t> sizes{rows[i]->size(1), x_rows->size(1)};
+    found.push_back(new_dense(*like, sizes));
+    const bool both = i + 1 < kProjections && asked(2 + i) && rows[i + 1] && lie_alike(*rows[i], *rows[i + 1]);
+    if (both && Backend::batches(*like, sizes[0], sizes[1])) {
+      Tensor next = new_dense(*like, sizes);
+      Backend::mm_both(found.back(), next, *rows[i], *rows[i + 1], *x_rows);
+      found.push_back(next);
+      ++i;
+    } else {
+      Backend::mm(found.back(), transposed(*rows[i]), *x_rows);
+    }
   }
   std::vector<Tensor> summed;
   for (size_t i = 0; i < kProjections; ++i) {
