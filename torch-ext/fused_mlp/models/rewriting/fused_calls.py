@@ -141,6 +141,7 @@ def made_call(name: str, *arguments: ast.expr, named: Tuple[ast.keyword, ...] = 
 _CALLS = {
     "block": shortcut.block,
     "block of a module": blocks.block,
+    "block of a sum": blocks.summed,
     "ending": shortcut.ending,
     "split mlp": split_mlps.split_mlp,
     "split mlp of children": split_mlps.split_mlp_of_children,

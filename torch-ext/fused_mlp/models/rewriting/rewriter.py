@@ -46,7 +46,7 @@ from ..reading.attributes import (
 from ..reading.names import body_of
 from ..reading.source import read_of, remembered, tree_of, values_of
 from ..running import forwards, sequences, shortcut, split_mlps
-from . import branches, chunks, substitution
+from . import branches, chunks, substitution, sums
 from .found import FoundMLP, act_of, around_of, mlp_behind, mlps_of
 from .fused_calls import NAMES, call_of, made_call
 from .split_mlps import first_of, names_of, whole_of
@@ -365,6 +365,7 @@ def _rewritten(
     if found:
         source = copy.deepcopy(source)
         substitution.rewrite(source, role, is_known, replacement, otherwise=True)
+        sums.take_in(source, planned)
         substitution.rewrite_loops(source, role, replacement)
         computed = [match.match if isinstance(match, Block) else match for match, _ in calls]
         patterns = [match.pattern for match in computed if isinstance(match, Match)]
