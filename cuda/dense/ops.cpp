@@ -11,7 +11,6 @@
 
 namespace fused_mlp {
 
-
 Tensor act_and_mul(const Tensor& gate, const Tensor& up, int64_t activation) {
   check_activation(activation);
   check_same_shape(up, "up", gate);

@@ -9,7 +9,6 @@
 namespace fused_mlp {
 namespace {
 
-
 // The result alone. Where the backward makes hidden values again block by block of rows, no more are made at once here.
 Tensor forward(const Tensor& x, const FirstLayer& first, const OptionalTensor& second_weight,
                const OptionalTensor& second_bias, int64_t activation) {

@@ -11,7 +11,6 @@
 
 namespace fused_mlp {
 
-
 namespace {
 
 // A matrix with adjacent elements. torch's dispatcher is asked only where it has to be copied.

@@ -20,7 +20,6 @@
 namespace fused_mlp {
 namespace {
 
-
 // Which gradients are asked for.
 enum Needs {
   kOfX = 1,

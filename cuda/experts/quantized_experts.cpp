@@ -16,7 +16,6 @@
 
 namespace fused_mlp {
 
-
 namespace {
 
 // Weights [experts, rows, k] as they are given: codes, scales, and of FP8 the rows and columns of a block.

@@ -77,7 +77,7 @@ struct EpilogueArgs {
 struct TrainingMatrices {
   // Operands of a pair's second and third product, whose weights are null where there are none.
   Matrix second_a, second_weight, third_a, third_weight;
-  Matrix gate, up;                 // values before the activation, biases included: kept products write, gradients read
+  Matrix gate, up;  // values before the activation, biases included: kept products write, gradients read
   // Written by gradients, whose `out` is act(gate) * up again, or null. These may be gate and up themselves.
   Matrix gate_gradient, up_gradient;
 

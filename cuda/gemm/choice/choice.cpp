@@ -250,8 +250,8 @@ GemmProblem placed(GemmProblem p) {
   };
   TrainingMatrices& t = p.training;
   for (Matrix* matrix :
-       {&p.a, &p.weight, &p.up_weight, &p.out, &t.second_a, &t.second_weight, &t.third_a, &t.third_weight, &t.gate, &t.up, &t.gate_gradient,
-        &t.up_gradient, &p.low_rank.rows, &p.low_rank.weight, &p.low_rank.up_weight}) {
+       {&p.a, &p.weight, &p.up_weight, &p.out, &t.second_a, &t.second_weight, &t.third_a, &t.third_weight, &t.gate,
+        &t.up, &t.gate_gradient, &t.up_gradient, &p.low_rank.rows, &p.low_rank.weight, &p.low_rank.up_weight}) {
     place(matrix->data);
   }
   place(p.epilogue.bias);

@@ -218,8 +218,10 @@ __device__ __forceinline__ void produce(const typename Gemm::Args& args, const T
         const CUtensorMap *rows = &args.a, *weight = &args.weight;
         int of_term = block;
         if constexpr (Gemm::kPair) {
-          if (of_term >= args.term_blocks) of_term -= args.term_blocks, rows = &args.second_a, weight = &args.second_weight;
-          if (of_term >= args.term_blocks) of_term -= args.term_blocks, rows = &args.third_a, weight = &args.third_weight;
+          if (of_term >= args.term_blocks)
+            of_term -= args.term_blocks, rows = &args.second_a, weight = &args.second_weight;
+          if (of_term >= args.term_blocks)
+            of_term -= args.term_blocks, rows = &args.third_a, weight = &args.third_weight;
         }
         const int column = of_term * Gemm::kBlockK;
         tma_load(rows, full, shared.a(at.stage), column, tile.row);

@@ -12,8 +12,8 @@ namespace {
 
 double bytes(const GemmProblem& p) {
   const double a = static_cast<double>(p.m) * p.k, weight = static_cast<double>(p.n) * p.k;
-  return 2.0 * (a * (p.pair() ? p.terms() : 1) + weight * (p.pair() ? p.terms() : p.gated() ? 2 : 1) +
-                static_cast<double>(p.m) * p.n * moved_matrices(p.product()));
+  const int terms = p.pair() ? p.terms() : 1, weights = p.gated() ? 2 : terms;
+  return 2.0 * (a * terms + weight * weights + static_cast<double>(p.m) * p.n * moved_matrices(p.product()));
 }
 
 // The longer of the two times, plus a tenth of the shorter. Without that tenth all kernels that wait for memory would

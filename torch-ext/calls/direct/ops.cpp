@@ -147,7 +147,8 @@ bool call(Result (*op)(Parameters...), PyObject* operands, PyObject** found) {
 }
 
 // x + mlp(norm(x)) and norm(residual + dropout(mlp(x))) as one call: the result, what the norm's op gives, and the
-// values of gate and, where there is one, up. With a residual, x of the first is that sum, which follows the result. `keep` is none where the MLP is a single layer.
+// values of gate and, where there is one, up. With a residual, x of the first is that sum, which follows the result.
+// `keep` is none where the MLP is a single layer.
 std::vector<Tensor> pre_normed_forward(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight,
                                        const OptionalTensor& second_weight, const OptionalTensor& bias,
                                        const OptionalTensor& up_bias, const OptionalTensor& second_bias,

@@ -1,10 +1,11 @@
 """Blocks of an MLP as autograd follows them: one node, whose forward and backward call the ops of the parts.
 
-They are ``x + dropout(mlp(norm(x)))`` and ``norm(residual + dropout(mlp(x)))``, where a single linear layer may stand
-for the MLP, as at the end of an attention. A node costs the host about as much as an op does, and small models wait for
-the host. The gradient of the residual is added in the kernel of the norm's gradient, so that no other reads and writes
-both. The norm of x, an operand of gradients of the MLP, is kept as eager PyTorch keeps it: ``M D`` values that a kernel
-of ``4 M D`` bytes could make again. A gradient that is differentiated in its turn is composed.
+They are ``x + dropout(mlp(norm(x)))``, where x may be a sum that the node computes too, and ``norm(residual +
+dropout(mlp(x)))``, where a single linear layer may stand for the MLP, as at the end of an attention. A node costs the
+host about as much as an op does, and small models wait for the host. The gradient of the residual is added in the
+kernel of the norm's gradient, so that no other reads and writes both. The norm of x, an operand of gradients of the
+MLP, is kept as eager PyTorch keeps it: ``M D`` values that a kernel of ``4 M D`` bytes could make again. A gradient
+that is differentiated in its turn is composed.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
 #include "../../torch_binding.h"
 #include "../torch_gemm.h"
 
-// Linear layers of one input, as the projections of an attention are, by torch's GEMMs.
+// Linear layers of one input, as the projections of an attention are.
 namespace fused_mlp {
 
 constexpr size_t kProjections = 3;
