@@ -2,10 +2,12 @@
 #pragma once
 
 #include <cuda_runtime_api.h>
+#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstring>
+#include <optional>
 #include <vector>
 
 #include "../torch-ext/operands/matrix.h"
@@ -77,7 +79,7 @@ inline Gpu describe_gpu(int device) {
 }
 
 // The driver is asked once: a query takes a noticeable part of a small call, which is a matter of microseconds.
-inline const Gpu& gpu(int32_t device) {
+inline const std::vector<Gpu>& gpus() {
   static const std::vector<Gpu> gpus = [] {
     int count = 0;
     check(cudaGetDeviceCount(&count));
@@ -85,8 +87,20 @@ inline const Gpu& gpu(int32_t device) {
     for (int i = 0; i < count; ++i) found[i] = describe_gpu(i);
     return found;
   }();
-  return gpus.at(device);
+  return gpus;
 }
+inline const Gpu& gpu(int32_t device) { return gpus().at(device); }
+
+// Makes a GPU the current one. A single GPU is, and torch's guard takes the host as long as a tensor does.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int32_t device) {
+    if (gpus().size() > 1) guard_.emplace(device);
+  }
+
+ private:
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+};
 
 // Memory of torch's allocator without a tensor around it, which the CPU has in a third of the time. What is queued on
 // the stream may use it still when it is given back, as with a tensor's.

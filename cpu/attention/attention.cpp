@@ -63,8 +63,12 @@ void turn_all(const Rotary& p) {
 
 // The functions that projections.h and rotated.h ask of a backend.
 struct Backend : Cpu {
-  static void torch_linear(const Tensor& out, const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
-    fused_mlp::linear_into<aoti_torch_cpu_mm_out, aoti_torch_cpu_addmm_out>(out, x, weight, bias);
+  static Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+    const TensorRows rows(x);
+    const Tensor out = new_dense(x, with_features(x, weight.size(0)));
+    fused_mlp::linear_into<aoti_torch_cpu_mm_out, aoti_torch_cpu_addmm_out>(
+        matrix_view(out, {rows.rows, weight.size(0)}, {weight.size(0), 1}), matrix_view(rows), weight, bias);
+    return out;
   }
 
   static std::vector<Tensor> all_column_sums(const std::vector<Tensor>& given) {

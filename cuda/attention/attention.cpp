@@ -11,8 +11,8 @@ namespace {
 
 // The functions that projections.h and rotated.h ask of a backend.
 struct Backend : Cuda {
-  static void torch_linear(const Tensor& out, const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
-    linear_into(out, x, weight, bias);
+  static Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+    return apply_layer(x, {weight, nullptr, bias, kNoBias, kNoActivation});
   }
 
   static std::vector<Tensor> all_column_sums(const std::vector<Tensor>& given) {

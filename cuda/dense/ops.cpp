@@ -1,5 +1,4 @@
 // The CUDA backend's ops of inference, and the pointwise ones.
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
 #include "../../torch-ext/operands/operands.h"
@@ -11,8 +10,6 @@
 #include "torch/products.h"
 
 namespace fused_mlp {
-
-using torch::stable::accelerator::DeviceGuard;
 
 Tensor act_and_mul(const Tensor& gate, const Tensor& up, int64_t activation) {
   check_activation(activation);

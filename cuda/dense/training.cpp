@@ -1,6 +1,5 @@
 // The CUDA backend's ops of training: torch's GEMMs and pointwise kernels, or, where the GPU's architecture has them,
 // GEMMs that do the pointwise work in their epilogues.
-#include <torch/csrc/stable/accelerator.h>
 
 #include <vector>
 
@@ -9,8 +8,6 @@
 
 namespace fused_mlp {
 namespace {
-
-using torch::stable::accelerator::DeviceGuard;
 
 // The result alone. Where the backward makes hidden values again block by block of rows, no more are made at once here.
 Tensor forward(const Tensor& x, const FirstLayer& first, const OptionalTensor& second_weight,
@@ -81,7 +78,10 @@ std::string plan_training(const Tensor& x, const Tensor& weight, const OptionalT
     HiddenGradients(up_weight.has_value(), grad, *second_weight, hidden, up_weight ? hidden : kNoMatrix, activation)
         .record(&plan);
   }
-  if (up_weight) InputGradient(Left(rows, weight.size(0)), weight, hidden, *up_weight).record(&plan);
+  if (up_weight) {
+    const Left grad(rows, weight.size(0));
+    InputGradient({{grad, weight}, {grad, *up_weight}}).record(&plan);
+  }
   return plan.text();
 }
 

@@ -3,10 +3,12 @@
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <array>
+#include <utility>
+#include <vector>
 
 #include "../../torch-ext/operands/operands.h"
 #include "../../torch-ext/operands/tensor_rows.h"
@@ -180,13 +182,19 @@ struct HiddenGradients : TrainingGemm {
 
 struct InputGradient : TrainingGemm {
   InputGradient() = default;
-  InputGradient(const Left& dgate, const Tensor& weight, const Matrix& dup, const Tensor& up_weight,
-                const LowRankTerm& term = {})
-      : TrainingGemm(Product::kPair, dgate, weight, kNoActivation) {
-    problem_.training.second_a = dup;
-    described_ = described_ && describe_weight(up_weight, &problem_.training.second_weight);
+  // The sum of up to three products: of one k, or there is no kernel.
+  explicit InputGradient(const std::vector<std::pair<Left, Tensor>>& of, const LowRankTerm& term = {})
+      : TrainingGemm(Product::kPair, of[0].first, of[0].second, kNoActivation) {
+    TrainingMatrices& t = problem_.training;
+    const std::array<std::pair<Matrix*, Matrix*>, 2> places{
+        {{&t.second_a, &t.second_weight}, {&t.third_a, &t.third_weight}}};
+    for (size_t i = 1; i < of.size(); ++i) {
+      const auto& [left, weight] = of[i];
+      *places[i - 1].first = left.operand;
+      described_ = described_ && weight.size(0) == problem_.k && describe_weight(weight, places[i - 1].second);
+    }
     add(term);
-    choose(is_captured(current_stream(weight)) ? Launcher::kGraph : Launcher::kCpu);
+    choose(is_captured(current_stream(of[0].second)) ? Launcher::kGraph : Launcher::kCpu);
   }
 
   void launch(const Tensor& dx) {
@@ -217,7 +225,7 @@ struct LayerGemm : TrainingGemm {
 
 // The functions that backward.h and adapted.h ask of a backend.
 struct Cuda {
-  struct Guard : torch::stable::accelerator::DeviceGuard {
+  struct Guard : DeviceGuard {
     explicit Guard(const Tensor& x) : DeviceGuard(x.get_device_index()) {}
   };
 
@@ -349,9 +357,8 @@ struct Cuda {
     return {up.has_value(), grad, weight, matrix(gate), up ? matrix(*up) : kNoMatrix, activation, term};
   }
 
-  static InputGradient input_gradient(const Tensor& dgate, const Tensor& weight, const Tensor& dup,
-                                      const Tensor& up_weight, const LowRankTerm& term = {}) {
-    return {dgate, weight, matrix(dup), up_weight, term};
+  static InputGradient input_gradient(const Products& of, const LowRankTerm& term = {}) {
+    return InputGradient({of.begin(), of.end()}, term);
   }
 };
 

@@ -1,6 +1,5 @@
 // The experts of a mixture on a GPU: two grouped GEMMs and a weighted sum, and for many tokens a sort before them. None
 // waits for the host.
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <string>
@@ -11,8 +10,6 @@
 #include "expert_adapters.h"
 
 namespace fused_mlp {
-
-using torch::stable::accelerator::DeviceGuard;
 
 namespace {
 

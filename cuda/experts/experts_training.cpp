@@ -8,7 +8,6 @@
 //
 // An adapter's rows are a product of few columns, and what they add is a low-rank term of the layer's own product, in
 // the backward too, with the factors in each other's place.
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <vector>
@@ -20,8 +19,6 @@
 
 namespace fused_mlp {
 namespace {
-
-using torch::stable::accelerator::DeviceGuard;
 
 // Which gradients are asked for.
 enum Needs {

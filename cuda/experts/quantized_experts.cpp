@@ -1,6 +1,5 @@
 // The experts of a mixture with quantised weights on a GPU: two grouped GEMMs that read codes, and a weighted sum. Rows
 // are sorted by lists alone: the first layer takes those of tokens from where they lie.
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <bit>
@@ -16,8 +15,6 @@
 #include "expert_operands.h"
 
 namespace fused_mlp {
-
-using torch::stable::accelerator::DeviceGuard;
 
 namespace {
 

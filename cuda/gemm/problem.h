@@ -18,7 +18,7 @@ enum class Product {
   kGatedKept,      // kGated, whose sums are stored beside the results
   kPlainGradient,  // a weight: the gradient of act(gate), of which the gradient of gate is made at once
   kGatedGradient,  // a weight: the gradient of act(gate) * up, of which those of gate and up are made at once
-  kPair,           // a weight + second_a second_weight
+  kPair,           // a weight + second_a second_weight, or one to three such products
 };
 
 constexpr bool is_training(Product product) { return product > Product::kGated; }
@@ -46,7 +46,7 @@ constexpr int moved_matrices(Product product) {
 }
 
 // The matrices [m, n] that are moved behind torch's GEMM to the same end: by a pointwise kernel; behind the gradient of
-// the hidden values by another one, which makes these again; of a pair, by the second of two GEMMs.
+// the hidden values by another one, which makes these again; of a pair, by each GEMM but the first.
 constexpr int composed_matrices(Product product) {
   switch (product) {
     case Product::kPlainGradient:
@@ -75,8 +75,9 @@ struct EpilogueArgs {
 
 // Operands of products of training. All are [m, n] but the operands of a pair.
 struct TrainingMatrices {
-  Matrix second_a, second_weight;  // operands of a pair's second product
-  Matrix gate, up;                 // values before the activation, biases included: kept products write, gradients read
+  // Operands of a pair's second and third product, whose weights are null where there are none.
+  Matrix second_a, second_weight, third_a, third_weight;
+  Matrix gate, up;  // values before the activation, biases included: kept products write, gradients read
   // Written by gradients, whose `out` is act(gate) * up again, or null. These may be gate and up themselves.
   Matrix gate_gradient, up_gradient;
 
@@ -148,6 +149,8 @@ struct GemmProblem {
   bool follows_ours() const { return ctas_before > 0; }
   bool gated() const { return is_gated(product()); }
   bool pair() const { return product() == Product::kPair; }
+  // The products of a pair.
+  int terms() const { return 1 + (training.second_weight.data != nullptr) + (training.third_weight.data != nullptr); }
   bool linear() const { return epilogue.activation == static_cast<int64_t>(Activation::kLinear); }
 };
 

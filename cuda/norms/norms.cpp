@@ -1,6 +1,5 @@
 // Norms by themselves, forward and backward.
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
-#include <torch/csrc/stable/accelerator.h>
 
 #include "../../torch-ext/ops/norm_training.h"
 #include "../device.h"
@@ -81,20 +80,20 @@ std::tuple<Tensor, Tensor> norm_forward(const Tensor& x, const OptionalTensor& w
                                         double eps, int64_t norm, bool rounded) {
   const BlockNorm given{weight, bias, eps, norm};
   check_norm_alone(given, x);
-  const torch::stable::accelerator::DeviceGuard device_guard(x.get_device_index());
+  const DeviceGuard device_guard(x.get_device_index());
   return normed<Cuda>(x, given, rounded);
 }
 
 std::vector<Tensor> sum_norm_forward(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
                                      const OptionalTensor& bias, double eps, int64_t norm, double dropout) {
-  const torch::stable::accelerator::DeviceGuard device_guard(x.get_device_index());
+  const DeviceGuard device_guard(x.get_device_index());
   return sum_normed<Cuda>(x, residual, {weight, bias, eps, norm}, dropout);
 }
 
 std::vector<Tensor> norm_backward(const Tensor& grad, const Tensor& x, const OptionalTensor& weight,
                                   const Tensor& statistics, const OptionalTensor& residual_grad,
                                   const OptionalTensor& kept, double dropout, int64_t norm, int64_t needs) {
-  const torch::stable::accelerator::DeviceGuard device_guard(x.get_device_index());
+  const DeviceGuard device_guard(x.get_device_index());
   return norm_gradients<Cuda>(grad, x, weight, statistics, residual_grad, kept, dropout, norm, needs);
 }
 

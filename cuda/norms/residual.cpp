@@ -1,7 +1,6 @@
 // MLPs with the residual and the norm of their block.
 #include "../../torch-ext/ops/residual.h"
 
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
 #include "../../torch-ext/torch_binding.h"
@@ -37,7 +36,7 @@ Tensor residual_mlp(const Tensor& x, const OptionalTensor& fc1_weight, const Ten
                       {last_weight, last_bias, last_eps, last_norm},
                       norms_sum};
   check_residual_mlp(x, fc1_weight, fc2_weight, fc1_bias, fc2_bias, activation, around);
-  const torch::stable::accelerator::DeviceGuard device_guard(x.get_device_index());
+  const DeviceGuard device_guard(x.get_device_index());
   return block<Cuda>(x, around, [&](const Tensor& values) {
     const Layer last{fc2_weight, nullptr, fc2_bias, kNoBias, kNoActivation};
     if (!fc1_weight) return apply_layer(values, last, place_of(around, values));
@@ -57,7 +56,7 @@ Tensor residual_gated_mlp(const Tensor& x, const Tensor& gate_weight, const Tens
                       {last_weight, last_bias, last_eps, last_norm},
                       norms_sum};
   check_residual_gated_mlp(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, activation, around);
-  const torch::stable::accelerator::DeviceGuard device_guard(x.get_device_index());
+  const DeviceGuard device_guard(x.get_device_index());
   return block<Cuda>(x, around, [&](const Tensor& values) {
     return apply_layers(values, {gate_weight, &up_weight, gate_bias, up_bias, activation},
                         {down_weight, nullptr, down_bias, kNoBias, kNoActivation}, place_of(around, values));

@@ -1,5 +1,4 @@
 // The CUDA backend's ops of layers with quantised weights.
-#include <torch/csrc/stable/accelerator.h>
 
 #include <array>
 #include <optional>
@@ -15,7 +14,6 @@
 namespace fused_mlp {
 
 using torch::headeronly::ScalarType;
-using torch::stable::accelerator::DeviceGuard;
 
 Tensor decoded(const PackedWeight& weight, const Tensor& like, ScalarType dtype) {
   const DeviceGuard device_guard(weight.device);

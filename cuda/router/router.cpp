@@ -2,7 +2,6 @@
 #include "router.h"
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
 #include "../../torch-ext/operands/operands.h"
@@ -19,7 +18,7 @@ std::tuple<Tensor, Tensor, Tensor> top_k_router(const Tensor& x, const Tensor& w
   check_router(x, weight, top_k);
   const int64_t tokens = x.size(0), experts = weight.size(0);
   STD_TORCH_CHECK(experts <= kMaxRoutedExperts && top_k <= kMaxChosen, "there is no kernel for so many experts");
-  const torch::stable::accelerator::DeviceGuard device_guard(x.get_device_index());
+  const DeviceGuard device_guard(x.get_device_index());
   const Tensor logits = new_dense(x, {tokens, experts});
   linear_into<aoti_torch_cuda_mm_out, aoti_torch_cuda_addmm_out>(logits, x, weight, std::nullopt);
   const Tensor weights = narrow ? new_dense(x, {tokens, top_k}) : new_dense(x, {tokens, top_k}, ScalarType::Float);
@@ -72,7 +71,7 @@ std::tuple<Tensor, Tensor, Tensor> sigmoid_router(const Tensor& x, const Tensor&
   STD_TORCH_CHECK(0 < groups && groups <= kMaxGroups && experts % groups == 0 && experts / groups >= 2,
                   "groups must be between 1 and ", kMaxGroups, ", of as many experts each, two at least");
   STD_TORCH_CHECK(0 < top_groups && top_groups <= groups, "top_groups must be between 1 and the number of groups");
-  const torch::stable::accelerator::DeviceGuard device_guard(x.get_device_index());
+  const DeviceGuard device_guard(x.get_device_index());
   const Tensor logits = wide_logits(x, weight), biases = torch::stable::contiguous(wide(bias));
   const Tensor weights = new_dense(x, {tokens, top_k}, ScalarType::Float);
   const Tensor index = new_dense(x, {tokens, top_k}, ScalarType::Long);

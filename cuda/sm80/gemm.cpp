@@ -59,7 +59,11 @@ constinit const Architecture kArchitecture = {
           return known && compiled_for(gpu.major, gpu.minor);
         },
     .kernels = kKernels,
-    .refusal = [](const GemmProblem& p) { return p.low_rank ? Refusal::kLowRank : refusal_of_operands(p); },
+    .refusal =
+        [](const GemmProblem& p) {
+          if (p.low_rank) return Refusal::kLowRank;
+          return p.pair() && p.terms() != 2 ? Refusal::kTorchIsFaster : refusal_of_operands(p);
+        },
     .choose = choose,
     .launch =
         [](const GemmProblem& p, const GemmPlan& plan, const Gpu& gpu, cudaStream_t stream) {

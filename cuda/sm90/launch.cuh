@@ -41,8 +41,14 @@ template <typename Gemm>
 bool encode_training_maps(const GemmProblem& p, int box_rows_a, TrainingGemmArgs* args) {
   const TrainingMatrices& t = p.training;
   if (Gemm::kPair) {
-    return encode_tensor_map(&args->second_a, p.dtype, t.second_a, p.m, p.k, box_rows_a, Gemm::kBlockK) &&
-           encode_tensor_map(&args->second_weight, p.dtype, t.second_weight, p.k, p.n, Gemm::kBoxRowsB, 64);
+    args->term_blocks = ceil_div(p.k, Gemm::kBlockK);
+    const auto encode_term = [&](CUtensorMap* a, CUtensorMap* weight, const Matrix& its_a, const Matrix& its_weight) {
+      return its_weight.data == nullptr ||
+             (encode_tensor_map(a, p.dtype, its_a, p.m, p.k, box_rows_a, Gemm::kBlockK) &&
+              encode_tensor_map(weight, p.dtype, its_weight, p.k, p.n, Gemm::kBoxRowsB, 64));
+    };
+    return encode_term(&args->second_a, &args->second_weight, t.second_a, t.second_weight) &&
+           encode_term(&args->third_a, &args->third_weight, t.third_a, t.third_weight);
   }
   args->stores_value = p.out.data != nullptr;
   const auto encode = [&](CUtensorMap* map, const Matrix& matrix, int box_rows = Gemm::kBoxRows) {
@@ -84,7 +90,7 @@ cudaError_t launch_tiled(const GemmProblem& p, const GemmKernel& chosen, int mul
   if (!mapped) return cudaErrorInvalidValue;
   args.epilogue = p.epilogue;
   args.n = static_cast<int>(p.n);
-  args.own_blocks = ceil_div(p.k, Gemm::kBlockK) * (Gemm::kPair ? 2 : 1);
+  args.own_blocks = ceil_div(p.k, Gemm::kBlockK) * (Gemm::kPair ? p.terms() : 1);
   args.k_blocks = args.own_blocks + low_rank_blocks(p);
   args.stage_bytes = Gemm::kSplitK * box_rows_a * Gemm::kBlockK * sizeof(typename Gemm::Element) + Gemm::kBytesB;
   const auto last = [](int64_t extent, int tile) { return static_cast<int>(std::max<int64_t>(extent - tile, 0)); };

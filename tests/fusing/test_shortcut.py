@@ -223,14 +223,14 @@ def test_small_ones_under_autograd_run_as_they_were_written(fused_mlp, device, p
         assert type(op.grad_fn) is not type(expected.grad_fn)
 
 
-def called_within(name, call):
-    """The functions of Python that run inside of one of a name."""
+def called_within(names, call):
+    """The functions of Python that run inside of one of these names."""
     found, open_frames = [], []
 
     def see(frame, event, _):
         if event == "call":
             found.extend([frame.f_code.co_name] if open_frames else [])
-            open_frames.extend([frame] if frame.f_code.co_name == name else [])
+            open_frames.extend([frame] if frame.f_code.co_name in names else [])
         elif event == "return" and open_frames[-1:] == [frame]:
             open_frames.pop()
 
@@ -251,7 +251,7 @@ def test_a_small_block_is_left_at_a_look(fused_mlp, device, pays_from):
     asked = {}
     for least in (0, 1 << 40):
         pays_from(least, True, True)
-        asked[least] = called_within("block", lambda: layer(x * 1, position_embeddings=rotary))
+        asked[least] = called_within({"block", "summed"}, lambda: layer(x * 1, position_embeddings=rotary))
     assert asked[0] and not asked[1 << 40]
 
 
@@ -264,7 +264,7 @@ def test_a_layer_with_its_mlp_inline_is_left_by_the_size_of_that(fused_mlp, devi
     work = x.numel() // 32 * 88 * (32 if device.type == "cuda" else 1)
     for gated in (False, True):
         pays_from(work + is_left, gated, True)
-    assert ("block" not in called_within("forward", lambda: layer(x))) == is_left
+    assert ("block" not in called_within({"forward"}, lambda: layer(x))) == is_left
 
 
 @pytest.mark.parametrize("gated", [False, True])

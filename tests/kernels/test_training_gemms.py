@@ -1,5 +1,6 @@
 """The kernels of training, forced: against float64, no worse than eager, the same bits every time, and really run."""
 
+import importlib
 import itertools
 import random
 
@@ -124,6 +125,30 @@ def test_the_kernels_run(fused_mlp, device, architecture, function):
         names = kernels_of(lambda: step(caller(fused_mlp, function, "silu"), made))  # noqa: B023
         reached = {kernel[2] for kernel in gemm_kernels.named(names, architecture)}
         assert reached >= PRODUCTS[function], reached
+
+
+@half_dtypes
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_input_gradient_of_some_layers(fused_mlp, device, architecture, count, dtype):
+    """A sum of products in one kernel, rounded once; of sm_80's, of two alone. Of different k there is none."""
+    native, nothing = importlib.import_module(f"{fused_mlp.__name__}.backends.native"), [None] * (3 - count)
+    for rows, sizes, width in ((1, [8] * 3, 8), (129, [72] * 3, 136), (3001, [264] * 3, 520), (129, [72, 40, 8], 64)):
+        grads = [torch.randn(rows, out, device=device).to(dtype) for out in sizes[:count]]
+        weights = [torch.randn(out, width, device=device).to(dtype) for out in sizes[:count]]
+
+        def run(grads=grads, weights=weights):
+            return native.projections_backward(*grads, *nothing, None, *weights, *nothing, 1)[0]
+
+        def summed(of, grads=grads, weights=weights):
+            return sum(grad.to(of) @ weight.to(of) for grad, weight in zip(grads, weights, strict=True))
+
+        with poisoned_memory(device):
+            found = run()
+        assert_no_worse_than_eager(found, summed(dtype), summed(torch.float64), f"{rows}, {sizes}, {width}")
+        names = kernels_of(run)
+        takes = len(set(sizes[:count])) == 1 and (architecture == "sm90" or count == 2)
+        assert ({kernel[2] for kernel in gemm_kernels.named(names, architecture)} == {"Pair"}) == takes
+        assert len(names) == 1 or not takes
 
 
 @half_dtypes

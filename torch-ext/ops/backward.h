@@ -160,7 +160,7 @@ struct NoKernel {
 //                                                          linear_into for gate and for up, and apply
 //   hidden_gradients(grad, weight, gate, up, activation)   a kernel, or none, whose launch(dgate, dup, values) is mm,
 //                                                          differentiate and, unless values is null, apply
-//   input_gradient(dgate, weight, dup, up_weight)          a kernel, or none, whose launch(dx) is mm and add_mm
+//   input_gradient(products)     a kernel, or none, whose launch(dx) is mm, and add_mm, of one to three Products
 template <typename Backend>
 class Backward {
  public:
@@ -284,13 +284,15 @@ class Backward {
     dhidden.reset();
 
     if (needs(kX) && !dx_rows_) make_input_gradient(weight->size(1));
-    auto both = [&] {
-      using Kernel = decltype(Backend::input_gradient(*dgate, *weight, *dup, *up_weight));
-      if (!dx_rows_ || !up || dx_rows_->stride(1) != 1) return Kernel();
-      return Backend::input_gradient(*dgate, *weight, *dup, *up_weight);
+    auto sum = [&] {
+      using Kernel = decltype(Backend::input_gradient(Products()));
+      if (!dx_rows_ || dx_rows_->stride(1) != 1) return Kernel();
+      Products products{{*dgate, *weight}};
+      if (up) products.emplace_back(*dup, *up_weight);
+      return Backend::input_gradient(products);
     }();
-    if (both) both.launch(*dx_rows_);
-    if (dx_rows_ && !both) {
+    if (sum) sum.launch(*dx_rows_);
+    if (dx_rows_ && !sum) {
       add_to_input(*dgate, *weight, &Backend::mm);
       if (up) add_to_input(*dup, *up_weight, &Backend::add_mm);
     }

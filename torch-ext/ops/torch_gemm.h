@@ -4,6 +4,8 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <array>
+#include <utility>
+#include <vector>
 
 #include "../operands/tensor_rows.h"
 #include "../torch_binding.h"
@@ -14,6 +16,9 @@ namespace fused_mlp {
 using TorchMm = AOTITorchError(AtenTensorHandle out, AtenTensorHandle a, AtenTensorHandle b);
 using TorchAddmm = AOTITorchError(AtenTensorHandle out, AtenTensorHandle bias, AtenTensorHandle a, AtenTensorHandle b,
                                   double beta, double alpha);
+
+// Matrices and the weights [k, n] that they are multiplied by, whose products are added up.
+using Products = std::vector<std::pair<Tensor, Tensor>>;
 
 // A view of the memory of `tensor` that begins at its first element, or `offset` elements behind it.
 template <typename Sizes>

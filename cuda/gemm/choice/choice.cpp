@@ -94,7 +94,7 @@ double broken_rows_factor(const GemmProblem& p, const GemmKernel& kernel) {
   return p.m >= (p.gated() ? kManyGatedRows : kManyRows) && !rows_fill(p, kLineBytes) ? 0.95 + p.k / 16e3 : 1.0;
 }
 
-double products(const GemmProblem& p) { return p.gated() || p.pair() ? 2.0 : 1.0; }
+double products(const GemmProblem& p) { return p.pair() ? p.terms() : p.gated() ? 2.0 : 1.0; }
 
 // The time that the arithmetic of a product takes at the GPU's peak.
 double arithmetic_microseconds(const GemmProblem& p, const Peak& peak) {
@@ -114,7 +114,7 @@ double composed_microseconds(const GemmProblem& p, const Peak& peak) {
   constexpr double kLaunch = 2.0;
   const double bytes = 2.0 * (static_cast<double>(p.m) * (p.k + p.n) + products(p) * p.n * p.k);
   const double floor = std::max(bytes / peak.bytes_per_microsecond, arithmetic_microseconds(p, peak));
-  const int matrices = composed_matrices(p.product());
+  const int matrices = composed_matrices(p.product()) * (p.pair() ? p.terms() - 1 : 1);
   return floor + kLaunch + 2.0 * matrices * p.m * p.n / peak.bytes_per_microsecond + low_rank_microseconds(p, peak);
 }
 
@@ -250,8 +250,8 @@ GemmProblem placed(GemmProblem p) {
   };
   TrainingMatrices& t = p.training;
   for (Matrix* matrix :
-       {&p.a, &p.weight, &p.up_weight, &p.out, &t.second_a, &t.second_weight, &t.gate, &t.up, &t.gate_gradient,
-        &t.up_gradient, &p.low_rank.rows, &p.low_rank.weight, &p.low_rank.up_weight}) {
+       {&p.a, &p.weight, &p.up_weight, &p.out, &t.second_a, &t.second_weight, &t.third_a, &t.third_weight, &t.gate,
+        &t.up, &t.gate_gradient, &t.up_gradient, &p.low_rank.rows, &p.low_rank.weight, &p.low_rank.up_weight}) {
     place(matrix->data);
   }
   place(p.epilogue.bias);

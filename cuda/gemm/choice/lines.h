@@ -15,7 +15,7 @@ inline bool rows_fill(const GemmProblem& p, int64_t bytes) {
     return begin % bytes == 0 && matrix.row_stride * kElementBytes % bytes == 0;
   };
   return fill(p.a) && fill(p.weight) && fill(p.up_weight) && fill(p.training.second_a) &&
-         fill(p.training.second_weight);
+         fill(p.training.second_weight) && fill(p.training.third_a) && fill(p.training.third_weight);
 }
 
 }  // namespace fused_mlp

@@ -25,7 +25,8 @@ Refusal refusal_of_operands(const GemmProblem& p) {
   const TrainingMatrices& t = p.training;
   if (!addressable(p.a, p.k) || !addressable(p.weight, weight_cols) || (p.gated() && !addressable(p.up_weight, p.k)) ||
       !addressable(p.out, p.n) || !absent_or_addressable(t.second_a, p.k) ||
-      !absent_or_addressable(t.second_weight, p.n) || !absent_or_addressable(t.gate, p.n) ||
+      !absent_or_addressable(t.second_weight, p.n) || !absent_or_addressable(t.third_a, p.k) ||
+      !absent_or_addressable(t.third_weight, p.n) || !absent_or_addressable(t.gate, p.n) ||
       !absent_or_addressable(t.up, p.n)) {
     return Refusal::kUnalignedRows;
   }

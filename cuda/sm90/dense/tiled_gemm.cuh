@@ -11,7 +11,7 @@
 // accumulators i of its first and of its second wgmma.
 //
 // The weights of a product of training that reads them as they lie are N-major operands. A pair of products is one
-// whose k runs through the first, and then through the second.
+// whose k runs through the first, and then through the second; there may be a third, or the first alone.
 #pragma once
 
 #include "../../overlap.cuh"
@@ -215,11 +215,17 @@ __device__ __forceinline__ void produce(const typename Gemm::Args& args, const T
         load_weights_as_they_lie<Gemm>(of_term ? &args.low_rank.weight : &args.weight, full, shared.b(at.stage), column,
                                        tile.column, tile.expert);
       } else if constexpr (Gemm::kTransposed) {
-        const bool second = Gemm::kPair && block >= args.own_blocks / 2;
-        const int column = (second ? block - args.own_blocks / 2 : block) * Gemm::kBlockK;
-        tma_load(second ? &args.second_a : &args.a, full, shared.a(at.stage), column, tile.row);
-        load_weights_as_they_lie<Gemm>(second ? &args.second_weight : &args.weight, full, shared.b(at.stage), column,
-                                       tile.column);
+        const CUtensorMap *rows = &args.a, *weight = &args.weight;
+        int of_term = block;
+        if constexpr (Gemm::kPair) {
+          if (of_term >= args.term_blocks)
+            of_term -= args.term_blocks, rows = &args.second_a, weight = &args.second_weight;
+          if (of_term >= args.term_blocks)
+            of_term -= args.term_blocks, rows = &args.third_a, weight = &args.third_weight;
+        }
+        const int column = of_term * Gemm::kBlockK;
+        tma_load(rows, full, shared.a(at.stage), column, tile.row);
+        load_weights_as_they_lie<Gemm>(weight, full, shared.b(at.stage), column, tile.column);
       } else {
         load_rows<Gemm>(args, args.a, full, shared.a(at.stage), block * Gemm::kBlockK, tile, rank);
         load_weights<Gemm>(args, full, shared.b(at.stage), block * Gemm::kBlockK, tile.weight_row());

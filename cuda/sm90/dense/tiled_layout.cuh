@@ -35,10 +35,13 @@ struct TiledGemmArgs {
 struct TrainingGemmArgs : TiledGemmArgs {
   CUtensorMap second_a;
   CUtensorMap second_weight;
+  CUtensorMap third_a;
+  CUtensorMap third_weight;
   CUtensorMap gate;
   CUtensorMap up;
   CUtensorMap gate_gradient;
   CUtensorMap up_gradient;
+  int term_blocks;    // of each product of a pair
   bool stores_value;  // true if a gradient's product stores act(gate) * up
 };
 

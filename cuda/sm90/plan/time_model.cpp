@@ -12,8 +12,8 @@ namespace {
 
 double bytes(const GemmProblem& p) {
   const double a = static_cast<double>(p.m) * p.k, weight = static_cast<double>(p.n) * p.k;
-  return 2.0 * (a * (p.pair() ? 2 : 1) + weight * (p.pair() || p.gated() ? 2 : 1) +
-                static_cast<double>(p.m) * p.n * moved_matrices(p.product()));
+  const int terms = p.pair() ? p.terms() : 1, weights = p.gated() ? 2 : terms;
+  return 2.0 * (a * terms + weight * weights + static_cast<double>(p.m) * p.n * moved_matrices(p.product()));
 }
 
 // The longer of the two times, plus a tenth of the shorter. Without that tenth all kernels that wait for memory would
@@ -46,7 +46,7 @@ double estimated_microseconds(const GemmProblem& p, const GemmKernel& kernel, co
   const int resident = std::max(1, usable_multiprocessors(chip.multiprocessors, kernel.split_k) / kernel.split_k);
   const int64_t tiles = ceil_div(p.m, kernel.block_m) * ceil_div(p.n, kernel.columns());
   const int64_t rounds = ceil_div(tiles, resident);
-  const int64_t k_blocks = ceil_div(ceil_div(p.k, kBlockK) * (p.pair() ? 2 : 1), kernel.split_k);
+  const int64_t k_blocks = ceil_div(ceil_div(p.k, kBlockK) * (p.pair() ? p.terms() : 1), kernel.split_k);
   double loop = c.k_block * k_blocks;
   if (kernel.split_k > 1) {
     // Many small tiles ask the L2 cache for more than it sends, which is this for each multiprocessor of the chip.

@@ -8,7 +8,7 @@
 #include "../../torch_binding.h"
 #include "../torch_gemm.h"
 
-// Linear layers of one input, as the projections of an attention are, by torch's GEMMs.
+// Linear layers of one input, as the projections of an attention are.
 namespace fused_mlp {
 
 constexpr size_t kProjections = 3;
@@ -20,19 +20,21 @@ inline std::vector<int64_t> with_features(const Tensor& x, int64_t features) {
   return sizes;
 }
 
-// Backend::torch_linear(out, x, weight, bias): of matrices
+// True for matrices of one size with the same steps in memory.
+inline bool lie_alike(const Tensor& one, const Tensor& other) {
+  return one.size(1) == other.size(1) && one.stride(0) == other.stride(0) && one.stride(1) == other.stride(1);
+}
+
+// Backend::linear(x, weight, bias): the result, of x [..., in]
 template <typename Backend>
 std::vector<Tensor> projections(const Tensor& x, const OfProjections& weights, const OfProjections& biases) {
   const TensorRows rows(x);
-  const Tensor matrix = matrix_view(rows);
   std::vector<Tensor> found;
   for (size_t i = 0; i < kProjections; ++i) {
     if (!*weights[i]) continue;
     const Tensor& weight = **weights[i];
     check_linear(x, weight, *biases[i]);
-    found.push_back(new_dense(x, with_features(x, weight.size(0))));
-    const Tensor out = matrix_view(found.back(), {rows.rows, weight.size(0)}, {weight.size(0), 1});
-    Backend::torch_linear(out, matrix, weight, *biases[i]);
+    found.push_back(Backend::linear(rows.tensor, weight, *biases[i]));
   }
   return found;
 }
@@ -40,7 +42,7 @@ std::vector<Tensor> projections(const Tensor& x, const OfProjections& weights, c
 // The gradients that the bits of `needs` ask for, of x, three weights and three biases. That of x is added up by the
 // products themselves. A layer whose result has no gradient has none.
 //
-// Backend::mm, Backend::add_mm: as backward.h has them
+// Backend::mm, Backend::add_mm, Backend::batches, Backend::mm_both, Backend::input_gradient: as backward.h has them
 // Backend::all_column_sums(matrices of as many rows, one to three): the sums of each
 template <typename Backend>
 std::vector<Tensor> projection_gradients(const OfProjections& grads, const OptionalTensor& x,
@@ -61,21 +63,24 @@ std::vector<Tensor> projection_gradients(const OfProjections& grads, const Optio
   STD_TORCH_CHECK(like != nullptr, "a gradient must be there");
   std::vector<Tensor> found;
   if (asked(0)) {
-    OptionalTensor dx, dx_rows;
+    Products products;
     for (size_t i = kProjections; i-- > 0;) {  // in autograd's order: each rounding is one of its own, too
       if (!rows[i]) continue;
       STD_TORCH_CHECK(*weights[i], "weights must be there for the gradient of x");
       const Tensor& weight = **weights[i];
-      check_weight(weight, "weight", dx ? dx->size(-1) : weight.size(-1), *like);
+      check_weight(weight, "weight", products.empty() ? weight.size(-1) : products[0].second.size(1), *like);
       STD_TORCH_CHECK(weight.size(0) == rows[i]->size(1), "weight must be [out, in], out as in its gradient");
-      const bool first = !dx;
-      if (first) {
-        dx = new_dense(*like, with_features(*like, weight.size(1)));
-        dx_rows = matrix_view(*dx, {count, weight.size(1)}, {weight.size(1), 1});
-      }
-      first ? Backend::mm(*dx_rows, *rows[i], weight) : Backend::add_mm(*dx_rows, *rows[i], weight);
+      products.emplace_back(*rows[i], weight);
     }
-    found.push_back(*dx);
+    const int64_t in = products[0].second.size(1);
+    found.push_back(new_dense(*like, with_features(*like, in)));
+    const Tensor dx = matrix_view(found.back(), {count, in}, {in, 1});
+    auto sum = Backend::input_gradient(products);
+    if (sum) sum.launch(dx);
+    for (size_t i = 0; !sum && i < products.size(); ++i) {
+      const auto& [grad, weight] = products[i];
+      i == 0 ? Backend::mm(dx, grad, weight) : Backend::add_mm(dx, grad, weight);
+    }
   }
   OptionalTensor x_rows;
   for (size_t i = 0; i < kProjections; ++i) {
@@ -84,8 +89,17 @@ std::vector<Tensor> projection_gradients(const OfProjections& grads, const Optio
     if (!x_rows) x_rows = Backend::rows(*x);
     check_same_kind(*x, "x", *like);
     STD_TORCH_CHECK(x_rows->size(0) == count, "x must have as many rows as the gradients");
-    found.push_back(new_dense(*like, std::vector<int64_t>{rows[i]->size(1), x_rows->size(1)}));
-    Backend::mm(found.back(), transposed(*rows[i]), *x_rows);
+    const std::vector<int64_t> sizes{rows[i]->size(1), x_rows->size(1)};
+    found.push_back(new_dense(*like, sizes));
+    const bool both = i + 1 < kProjections && asked(2 + i) && rows[i + 1] && lie_alike(*rows[i], *rows[i + 1]);
+    if (both && Backend::batches(*like, sizes[0], sizes[1])) {
+      Tensor next = new_dense(*like, sizes);
+      Backend::mm_both(found.back(), next, *rows[i], *rows[i + 1], *x_rows);
+      found.push_back(next);
+      ++i;
+    } else {
+      Backend::mm(found.back(), transposed(*rows[i]), *x_rows);
+    }
   }
   std::vector<Tensor> summed;
   for (size_t i = 0; i < kProjections; ++i) {
