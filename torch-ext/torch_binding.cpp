@@ -109,7 +109,8 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "-> Tensor[]");
   ops.def(
       "adapted_forward(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor?[] a, Tensor?[] b, float[] scalings, "
-      "float[] dropouts, bool wide_dropout, bool up_drops_first, bool gated, int activation, int keep) -> Tensor[]");
+      "float[] dropouts, bool wide_dropout, bool up_drops_first, int[] drawn, bool gated, int activation, int keep) -> "
+      "Tensor[]");
   ops.def(
       "adapted_backward(Tensor grad, Tensor? x, Tensor[] weights, Tensor?[] biases, Tensor?[] a, Tensor?[] b, "
       "float[] scalings, float[] dropouts, Tensor?[] masks, Tensor? gate, Tensor? up, Tensor? first_rows, "

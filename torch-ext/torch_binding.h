@@ -257,12 +257,13 @@ std::vector<Tensor> training_backward_(const Tensor& grad, const OptionalTensor&
 // where `gated`, and the second or down of an MLP. It computes x weight^T + bias + scaling *
 // (x a^T) b^T; the activation stands behind the first. Returns the result and what a backward needs, as `keep` says
 // (adapted.h): gate and up before the activation, and the products scaling * x a^T of the first layer and of the
-// second; where an element of `dropouts` is not 0 also the masks of the three layers.
+// second; where an element of `dropouts` is not 0 also the masks of the three layers. `drawn` is empty where torch is to
+// draw; else the caller has taken numbers of torch's generator (adapted.h).
 std::vector<Tensor> adapted_forward(const Tensor& x, const std::vector<Tensor>& weights,
                                     const std::vector<OptionalTensor>& biases, const std::vector<OptionalTensor>& a,
                                     const std::vector<OptionalTensor>& b, const std::vector<double>& scalings,
                                     const std::vector<double>& dropouts, bool wide_dropout, bool up_drops_first,
-                                    bool gated, int64_t activation, int64_t keep);
+                                    const std::vector<int64_t>& drawn, bool gated, int64_t activation, int64_t keep);
 
 // The gradients that `needs` asks for (adapted.h), given that of its result and what it kept. Without `gate` the values
 // before the activation are made again, of x, which is not needed for all gradients.

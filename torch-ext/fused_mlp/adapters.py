@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import calls, dispatch
+from . import calls, dispatch, drawn
 from .activations import BY_CODE, get_activation
 from .autograd import nodes, training
 from .backends import native
@@ -265,7 +265,9 @@ def run_parts(
         if pattern.packed:
             lists, count = _unpacked(lists, pattern.up_first), count + 1
         if not (recorded or is_packed):
-            return _plain_forward(x, *lists, False, pattern.up_before, pattern.gated, code, _NOTHING)[0]
+            dropouts = [0.0 if at is None else lists[-1][at] for at in _PLACES[pattern.gated, count]]
+            numbers = drawn.taken(x, lists[0][0].shape[0], dropouts, pattern.up_before)
+            return _plain_forward(x, *lists, False, pattern.up_before, numbers, pattern.gated, code, _NOTHING)[0]
         places, packed = _PLACES[pattern.gated, count], None
         weights, biases, a, b = ([None if at is None else each[at] for at in places] for each in lists[:4])
         scalings, dropouts = (tuple([0.0 if at is None else each[at] for at in places]) for each in lists[4:])
@@ -314,7 +316,7 @@ def _op(
     if packed is not None and not any(factors.dropouts) and dispatch.has_few_rows(x):
         return composed(x, layers, activation)
     tensors = _unpacked_weights(packed, tensors, x.dtype)
-    arguments = (x, *_arguments(tensors, factors), layers.up is not None, activation, _NOTHING)
+    arguments = (x, *_arguments(x, tensors, factors), layers.up is not None, activation, _NOTHING)
     return dispatch.op_or_parts(_plain_forward, arguments, lambda: (composed(x, layers, activation),))[0]
 
 
@@ -429,9 +431,11 @@ def _operands(tensors: Sequence[Optional[Tensor]], *others: Sequence[Any]) -> Li
     return [[each[place] for place in there] for each in (*_lists(tensors), *others)]
 
 
-def _arguments(tensors: Sequence[Optional[Tensor]], factors: _Factors) -> List[Any]:
-    """The arguments of the forward behind x, up to ``gated``."""
-    return [*_operands(tensors, factors.scalings, factors.dropouts), factors.wide, factors.up_first]
+def _arguments(x: Tensor, tensors: Sequence[Optional[Tensor]], factors: _Factors) -> List[Any]:
+    """The arguments of the forward behind x, up to ``gated``. The numbers of dropouts are taken here."""
+    scalings, dropouts, wide, up_first = factors
+    numbers = drawn.taken(x, tensors[0].shape[0], dropouts, up_first)
+    return [*_operands(tensors, scalings, dropouts), wide, up_first, numbers]
 
 
 def _lists(tensors: Sequence[Optional[Tensor]]) -> Tuple[Sequence[Optional[Tensor]], ...]:
@@ -463,7 +467,7 @@ class _Adapted(torch.autograd.Function):
         ctx: Any, factors: _Factors, activation: int, keep: int, packed: Packed, x: Tensor, *tensors: Optional[Tensor]
     ) -> Tensor:
         given, whole = (x, *tensors), _decoded(packed, tensors, x)
-        result, *kept = _plain_forward(x, *_arguments(whole, factors), whole[1] is not None, activation, keep)
+        result, *kept = _plain_forward(x, *_arguments(x, whole, factors), whole[1] is not None, activation, keep)
         there = (True, *[tensor is not None for tensor in whole])
         held = there if packed is None else tuple([tensor is not None for tensor in given])
         drops = tuple([dropout > 0.0 for dropout in factors.dropouts])
