@@ -238,6 +238,16 @@ class TrainedExperts {
     return out;
   }
 
+  // The gradient of a factor: every expert's rows^T wide, [experts, ranks, columns of wide].
+  Tensor outer_factor(const Tensor& wide, const Tensor& rows, int64_t ranks, double scale) const {
+    const Tensor out = new_dense(like_, {experts_, ranks, wide.size(1)});
+    const OuterFactor product{matrix(wide), matrix(rows), {out.mutable_data_ptr(), wide.size(1)},
+                              this->rows(), wide.size(1), ranks, static_cast<float>(scale), dtype_, {}, ranges_,
+                              static_cast<int>(experts_)};
+    check(kernels_.architecture->dropped->outer(product, kernels_.gpu.multiprocessors, stream_));
+    return out;
+  }
+
   // True if a tensor is what the forward has kept, of so many columns.
   void check_kept(const Tensor& kept, int64_t columns, const char* name) const {
     check_same_kind(kept, name, like_);
@@ -399,7 +409,8 @@ std::vector<Tensor> gradients_of_experts(const Tensor& grad, const Kept& kept, c
   const bool is_differentiated = needs & kBySums;
   const Tensor gate_up_gradient = overwrites || is_differentiated ? gate_up : experts.new_gate_up();
   OptionalTensor down, down_a, down_b, down_bias;
-  const auto gradient = [&](const Tensor& found, size_t layer, bool of_a) {
+  const auto gradient = [&](const Tensor& wide, const Tensor& rows, size_t layer, bool of_a) {
+    const Tensor found = experts.outer_factor(wide, rows, adapters.rank(layer), adapters.scaling(layer, of_a));
     return adapters.gradient(found, layer, of_a, experts.stream());
   };
   OptionalTensor sums;
@@ -412,11 +423,11 @@ std::vector<Tensor> gradients_of_experts(const Tensor& grad, const Kept& kept, c
     const Tensor hidden = experts.differentiated(rows, gate_up, gate_up_gradient, *sums, term);
     if (needs & kOfDownBias) down_bias = experts.bias_gradient(rows, true);
     if (needs & kOfDown) down = experts.outer_of_weight(rows, hidden);
-    if (needs & kOfDownA) down_a = gradient(experts.outer(hidden, term->rows), 1, true);
+    if (needs & kOfDownA) down_a = gradient(hidden, term->rows, 1, true);
     if (needs & kOfDownB) {
-      const Tensor a = form.transposed ? adapters.scaled_a(1, experts.stream()) : *of_down.b;
+      const Tensor a = form.transposed ? adapters.copied_a(1, experts.stream()) : *of_down.b;
       const Tensor of_hidden = experts.rank_rows(hidden, a, of_down.a->size(1));
-      down_b = gradient(experts.outer(rows, of_hidden), 1, false);
+      down_b = gradient(rows, of_hidden, 1, false);
     }
   }
   OptionalTerm term;
@@ -426,10 +437,10 @@ std::vector<Tensor> gradients_of_experts(const Tensor& grad, const Kept& kept, c
   if (needs & kOfWeights) found.push_back(experts.weight_gradient(*sums));
   if (needs & kOfGateUp) found.push_back(experts.outer_of_weight(gate_up_gradient, *sorted));
   if (down) found.push_back(*down);
-  if (needs & kOfGateUpA) found.push_back(gradient(experts.outer(*sorted, term->rows), 0, true));
+  if (needs & kOfGateUpA) found.push_back(gradient(*sorted, term->rows, 0, true));
   if (needs & kOfGateUpB) {
     experts.check_kept(*rank_rows, of_gate_up.a->size(1), "rank_rows");
-    found.push_back(gradient(experts.outer(gate_up_gradient, *rank_rows), 0, false));
+    found.push_back(gradient(gate_up_gradient, *rank_rows, 0, false));
   }
   if (down_a) found.push_back(*down_a);
   if (down_b) found.push_back(*down_b);

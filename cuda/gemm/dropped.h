@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include "../pointwise/dropout.h"
+#include "grouped.h"
 #include "problem.h"
 
 namespace fused_mlp {
@@ -78,23 +79,27 @@ struct MaskedSum {
   }
 };
 
-// out [ranks, cols] = scale grads^T x, grads [rows, ranks], of the elements of x [rows, cols] that were kept.
-struct MaskedOuter {
+// out [ranks, cols] = scale grads^T x, grads [rows, ranks], of the elements of x [rows, cols] that were kept. Or, where
+// there are ranges, of all elements, and for the rows of every range by itself: out [ranges, ranks, cols].
+struct OuterFactor {
   Matrix x, grads, out;
   int64_t rows, cols, ranks;
   float scale;
   DType dtype;
   KeptBits kept;
+  const RowRange* ranges = nullptr;
+  int count = 0;  // of them
 
   bool fits() const {
-    return dtype != DType::kFloat32 && cols % kWordColumns == 0 && is_in_vectors(x) && is_in_vectors(grads);
+    const int64_t step = ranges != nullptr ? 8 : kWordColumns;
+    return dtype != DType::kFloat32 && cols % step == 0 && is_in_vectors(x) && is_in_vectors(grads);
   }
 };
 
 struct DroppedKernels {
   cudaError_t (*rows)(const DroppedRows& product, cudaStream_t stream);
   cudaError_t (*sum)(const MaskedSum& sum, int multiprocessors, cudaStream_t stream);
-  cudaError_t (*outer)(const MaskedOuter& product, int multiprocessors, cudaStream_t stream);
+  cudaError_t (*outer)(const OuterFactor& product, int multiprocessors, cudaStream_t stream);
 };
 
 }  // namespace fused_mlp

@@ -454,7 +454,7 @@ def attentions(ops) -> int:
 
 def adapted(fused_mlp) -> int:
     """Layers with low-rank adapters, forward and backward, with and without dropout; how many calls."""
-    shapes = ((5, 136, 264), (40, 320, 192), (300, 520, 776), (1300, 520, 1032))
+    shapes = ((5, 136, 264), (40, 320, 192), (300, 520, 776), (1300, 520, 1032), (1301, 288, 1056))
     cases = list(itertools.product(shapes, (8, 24), (torch.bfloat16, torch.float16), (0.0, 0.3)))
     for (rows, width, hidden), rank, dtype, dropout in cases:
         print(f"adapters: {rows}, {width}, {hidden}, rank {rank}, {dtype}, dropout {dropout}", flush=True)

@@ -1,8 +1,8 @@
 #include "dropped.h"
 
 #include "dropped_rows.cuh"
-#include "masked_outer.cuh"
 #include "masked_sum.cuh"
+#include "outer_factor.cuh"
 
 namespace fused_mlp::sm90 {
 namespace {
@@ -33,6 +33,36 @@ template <typename Element>
 cudaError_t launch_sum_of(const MaskedSum& p, int multiprocessors, cudaStream_t stream) {
   return p.count == 1 ? launch_sum<Element, 1>(p, multiprocessors, stream)
                       : launch_sum<Element, 2>(p, multiprocessors, stream);
+}
+
+template <typename Element, int kTiles>
+cudaError_t launch_outer(const OuterFactor& p, int multiprocessors, cudaStream_t stream) {
+  const int64_t columns = ceil_div(p.cols, kOuterColumns), ranks = ceil_div(p.ranks, kTiles * kOuterRanks);
+  if (p.ranges != nullptr) {
+    const dim3 grid(static_cast<unsigned>(ceil_div(columns, kOuterWarps)), static_cast<unsigned>(ranks),
+                    static_cast<unsigned>(p.count));
+    expert_outer_kernel<Element, kTiles><<<grid, kOuterThreads, 0, stream>>>(p);
+    return cudaGetLastError();
+  }
+  constexpr int kCtasOfMultiprocessor = kTiles == 1 ? 2 : 1, kMostParts = 8;
+  unsigned parts = 1;
+  while (parts < kMostParts && 2 * parts * columns * ranks <= kCtasOfMultiprocessor * multiprocessors) parts *= 2;
+  cudaLaunchAttribute attribute;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = {parts, static_cast<unsigned>(columns), static_cast<unsigned>(ranks)};
+  config.blockDim = kOuterThreads;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {parts, 1, 1};
+  return cudaLaunchKernelEx(&config, masked_outer_kernel<Element, kTiles>, p);
+}
+
+template <typename Element>
+cudaError_t launch_outer_of(const OuterFactor& p, int multiprocessors, cudaStream_t stream) {
+  return p.ranks <= kOuterRanks ? launch_outer<Element, 1>(p, multiprocessors, stream)
+                                : launch_outer<Element, 4>(p, multiprocessors, stream);
 }
 
 }  // namespace
@@ -71,21 +101,9 @@ cudaError_t launch_masked_sum(const MaskedSum& p, int multiprocessors, cudaStrea
                                     : launch_sum_of<__nv_bfloat16>(p, multiprocessors, stream);
 }
 
-cudaError_t launch_masked_outer(const MaskedOuter& p, int multiprocessors, cudaStream_t stream) {
-  const int64_t columns = ceil_div(p.cols, kOuterColumns), ranks = ceil_div(p.ranks, kOuterRanks);
-  unsigned parts = 1;
-  while (parts < 8 && columns * ranks * parts < 4 * multiprocessors) parts *= 2;
-  cudaLaunchAttribute attribute;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = {parts, static_cast<unsigned>(columns), static_cast<unsigned>(ranks)};
-  config.blockDim = kOuterThreads;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {parts, 1, 1};
-  const auto kernel = p.dtype == DType::kFloat16 ? masked_outer_kernel<__half> : masked_outer_kernel<__nv_bfloat16>;
-  return cudaLaunchKernelEx(&config, kernel, p);
+cudaError_t launch_outer_factor(const OuterFactor& p, int multiprocessors, cudaStream_t stream) {
+  return p.dtype == DType::kFloat16 ? launch_outer_of<__half>(p, multiprocessors, stream)
+                                    : launch_outer_of<__nv_bfloat16>(p, multiprocessors, stream);
 }
 
 }  // namespace fused_mlp::sm90

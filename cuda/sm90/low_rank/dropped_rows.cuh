@@ -9,7 +9,7 @@ namespace fused_mlp::sm90 {
 
 constexpr int kDroppedThreads = 512, kDroppedWarps = kDroppedThreads / 32;
 constexpr int kDroppedTile = 16;    // rows of a CTA
-constexpr int kDroppedChunk = 128;  // columns of a warp at a time: a lane has 32 that are adjacent
+constexpr int kDroppedChunk = 128;  // columns of a warp at a time: a lane has four times 8
 constexpr int kRanksOfTile = 8;
 constexpr int kPhiloxRounds = 10;
 
@@ -48,17 +48,17 @@ struct DrawPlace {
   }
 };
 
-// Draws for the eighth eight of adjacent elements, which are one vector of torch's or two. Returns a bit for each, and
-// sets `lanes` to ones in the place of the 16-bit elements that are kept.
+// Draws for eight adjacent elements, which are one vector of torch's or two. Returns a bit for each, and sets `lanes` to
+// ones in the place of the 16-bit elements that are kept.
 template <int kVector>
-__device__ __forceinline__ uint32_t draw_eight(const DroppedRowsArgs& args, const DrawPlace& place, int eight,
+__device__ __forceinline__ uint32_t draw_eight(const DroppedRowsArgs& args, const DrawPlace& place,
                                                uint32_t (&lanes)[4]) {
   uint32_t bits = 0;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const uint32_t index = kVector == 8 ? 2 * place.before + half : place.before;
     const uint32_t low = args.first + index, high = args.first_high + (low < index);
-    uint32_t numbers[4] = {low, high, place.thread + (kVector == 8 ? eight : 2 * eight + half), 0};
+    uint32_t numbers[4] = {low, high, place.thread + (kVector == 8 ? 0 : half), 0};
     philox(numbers, args.keys);
     uint32_t kept[4];
 #pragma unroll
@@ -78,45 +78,52 @@ __device__ __forceinline__ uint4 vector_of_row(const Matrix& matrix, int row, in
   return *reinterpret_cast<const uint4*>(static_cast<const Element*>(matrix.data) + row * matrix.row_stride + column);
 }
 
+// Of four lanes each of which has a byte of each of four words, the lane's word.
+__device__ __forceinline__ uint32_t word_of_lane(uint32_t bytes) {
+  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+  const uint32_t halves = __byte_perm(bytes, __shfl_xor_sync(~0u, bytes, 1), odd ? 0x3715 : 0x6240);
+  return __byte_perm(halves, __shfl_xor_sync(~0u, halves, 2), high ? 0x3276 : 0x5410);
+}
+
 // The sum over k does not depend on which element of k is which in an instruction, so each lane hands over eight
-// adjacent ones, and has the 32 of a word of the mask in four steps. The sums of the warps are added in their order.
+// adjacent ones. The sums of the warps are added in their order.
 template <typename Element, int kTiles, int kVector>
 __global__ void __launch_bounds__(kDroppedThreads, kTiles > 2 ? 1 : 2)
     dropped_rows_kernel(const __grid_constant__ DroppedRowsArgs args) {
   __shared__ float of_warps[kTiles > 0 ? kDroppedWarps : 1][kDroppedTile * kRanksOfTile];
-  constexpr int kVectorsOfEight = 8 / kVector, kWalk = kDroppedWarps * kDroppedChunk;
+  constexpr int kOfWord = kWordColumns / kVector, kWalk = kDroppedWarps * kDroppedChunk;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int top = blockIdx.x * kDroppedTile + lane / 4;
-  int column = warp * kDroppedChunk + lane % 4 * 32;
   const bool is_there[2] = {top < args.rows, top + 8 < args.rows};
   DrawPlace places[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const uint32_t vector = static_cast<uint32_t>(((top + 8 * i) * int64_t{args.cols} + column) / kVector);
+    const int64_t element = (top + 8 * i) * int64_t{args.cols} + warp * kDroppedChunk + lane % 4 * 8;
+    const uint32_t vector = static_cast<uint32_t>(element / kVector);
     places[i] = {vector % args.threads, vector / args.threads};
   }
   float sums[kTiles > 0 ? kTiles : 1][4] = {};
-  for (; column - lane % 4 * 32 < args.cols; column += kWalk) {
-    const bool inside = column < args.cols;
-    uint32_t words[2] = {};
+  for (int chunk = warp * kDroppedChunk; chunk < args.cols; chunk += kWalk) {
+    uint32_t bytes[2] = {};
 #pragma unroll 1
-    for (int eight = 0; eight < 4; ++eight) {
+    for (int word = 0; word < kDroppedChunk / kWordColumns; ++word) {
+      const int column = chunk + word * kWordColumns + lane % 4 * 8;
+      const bool inside = column < args.cols;  // all lanes, or none
       uint4 x[2], factors[kTiles > 0 ? kTiles : 1];
       if constexpr (kTiles > 0) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          x[i] = vector_of_row<Element>(args.x, top + 8 * i, column + 8 * eight, is_there[i] && inside);
-        }
+        for (int i = 0; i < 2; ++i) x[i] = vector_of_row<Element>(args.x, top + 8 * i, column, is_there[i] && inside);
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
           const int rank = tile * kRanksOfTile + lane / 4;
-          factors[tile] = vector_of_row<Element>(args.a, rank, column + 8 * eight, rank < args.ranks && inside);
+          factors[tile] = vector_of_row<Element>(args.a, rank, column, rank < args.ranks && inside);
         }
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         uint32_t lanes[4];
-        words[i] |= draw_eight<kVector>(args, places[i], eight, lanes) << 8 * eight;
+        bytes[i] |= draw_eight<kVector>(args, places[i], lanes) << 8 * word;
+        places[i].advance(kOfWord, args.threads);
         if constexpr (kTiles > 0) {
           x[i] = make_uint4(x[i].x & lanes[0], x[i].y & lanes[1], x[i].z & lanes[2], x[i].w & lanes[3]);
         }
@@ -132,8 +139,12 @@ __global__ void __launch_bounds__(kDroppedThreads, kTiles > 2 ? 1 : 2)
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (is_there[i] && inside) args.kept.words[(top + 8 * i) * args.kept.words_of_row + column / 32] = words[i];
-      places[i].advance(kWalk / 8 * kVectorsOfEight, args.threads);
+      const uint32_t word = word_of_lane(bytes[i]);
+      const int place = chunk / kWordColumns + lane % 4;
+      if (is_there[i] && place < args.kept.words_of_row) {
+        args.kept.words[(top + 8 * i) * args.kept.words_of_row + place] = word;
+      }
+      places[i].advance((kWalk - kDroppedChunk) / kVector, args.threads);
     }
   }
   if constexpr (kTiles > 0) {
