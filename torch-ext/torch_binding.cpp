@@ -80,7 +80,8 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(
       "experts_training_forward(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up_weight, "
       "Tensor down_weight, Tensor? gate_up_bias, Tensor? down_bias, Tensor?[] factors, float[] scalings, "
-      "int activation, bool gated, bool interleaved, bool transposed, float? limit, float up_offset) -> Tensor[]");
+      "int activation, bool gated, bool interleaved, bool transposed, float? limit, float up_offset, "
+      "bool keeps_sorted) -> Tensor[]");
   ops.def(
       "experts_training_backward(Tensor grad, Tensor? sorted, Tensor gate_up, Tensor top_k_index, Tensor "
       "top_k_weights, "

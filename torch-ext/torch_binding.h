@@ -182,7 +182,7 @@ std::tuple<Tensor, Tensor, Tensor> sigmoid_router(const Tensor& x, const Tensor&
                                                   double scaling);
 
 // On a GPU, experts_mlp as autograd follows it, of experts with as many outputs as inputs: returns the result, and what
-// its backward needs: x sorted by expert, and the values of gates and ups before limits and activation, as the weights
+// its backward needs: x sorted by expert, of no elements unless `keeps_sorted`, and the values of gates and ups before limits and activation, as the weights
 // have them. `factors` are none, or those of adapted_experts, and then the rows of the first layer's adapter, if it has
 // one, come last.
 std::vector<Tensor> experts_training_forward(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights,
@@ -191,12 +191,13 @@ std::vector<Tensor> experts_training_forward(const Tensor& x, const Tensor& top_
                                              const std::vector<OptionalTensor>& factors,
                                              const std::vector<double>& scalings, int64_t activation, bool gated,
                                              bool interleaved, bool transposed, std::optional<double> limit,
-                                             double up_offset);
+                                             double up_offset, bool keeps_sorted);
 
 // The gradients of x, top_k_weights, gate_up_weight and down_weight that the bits of `needs` ask for, in this order,
 // those of the four factors, as these lie, and those of the biases. `rank_rows` is what the forward returned last.
 // `sorted` is read for the gradients of gate_up_weight and of its first factor alone. A bit more asks for the gradients
-// of `gate_up`, which come last; and with the bit above that they are what `gate_up` is, from which the others follow.
+// of `gate_up`, which come last; with the bit above that they are what `gate_up` is, from which the others follow; and
+// with the next one `sorted` is x itself, which is all that the gradient of the first factor needs.
 std::vector<Tensor> experts_training_backward(const Tensor& grad, const OptionalTensor& sorted, const Tensor& gate_up,
                                               const Tensor& top_k_index, const Tensor& top_k_weights,
                                               const Tensor& gate_up_weight, const Tensor& down_weight,

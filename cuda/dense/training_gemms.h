@@ -380,7 +380,7 @@ struct Cuda {
     const Tensor out = new_dense(x, {grads.size(1), x.size(1)});
     const OuterFactor product{matrix(x), matrix(grads), matrix(out), x.size(0), x.size(1), grads.size(1), scale,
                               dtype_of(x, "x"), bits_of(mask)};
-    if (!product.fits() || x.stride(1) != 1) return std::nullopt;
+    if (!product.fits_masked() || x.stride(1) != 1) return std::nullopt;
     check(architecture->dropped->outer(product, here.multiprocessors, current_stream(x)));
     return out;
   }

@@ -68,7 +68,7 @@ struct MaskedSum {
   int64_t rows, cols;
   DType dtype;
 
-  static constexpr int kMostRanks = 64;
+  static constexpr int kMostRanks = 32;
   bool fits() const {
     bool found = dtype != DType::kFloat32 && cols % kWordColumns == 0 && is_in_vectors(out);
     for (int i = 0; i < count; ++i) {
@@ -88,11 +88,13 @@ struct OuterFactor {
   DType dtype;
   KeptBits kept;
   const RowRange* ranges = nullptr;
-  int count = 0;  // of them
+  int count = 0;                // of them
+  const int* row_of = nullptr;  // with ranges: the row of x for each of grads; null where it is the same
 
-  bool fits() const {
-    const int64_t step = ranges != nullptr ? 8 : kWordColumns;
-    return dtype != DType::kFloat32 && cols % step == 0 && is_in_vectors(x) && is_in_vectors(grads);
+  static constexpr int kMostMaskedRanks = 32;
+  bool fits_masked() const {
+    return dtype != DType::kFloat32 && ranks <= kMostMaskedRanks && cols % kWordColumns == 0 && is_in_vectors(x) &&
+           is_in_vectors(grads);
   }
 };
 

@@ -24,7 +24,7 @@ cudaError_t launch_sum(const MaskedSum& p, int multiprocessors, cudaStream_t str
   const dim3 grid(static_cast<unsigned>(columns), static_cast<unsigned>(ceil_div(p.rows, rows)));
   bool has_few_ranks = true;
   for (int i = 0; i < kTerms; ++i) has_few_ranks = has_few_ranks && p.terms[i].ranks <= kMaskedRanks;
-  const auto kernel = has_few_ranks ? masked_sum_kernel<Element, kTerms, 1> : masked_sum_kernel<Element, kTerms, 4>;
+  const auto kernel = has_few_ranks ? masked_sum_kernel<Element, kTerms, 1> : masked_sum_kernel<Element, kTerms, 2>;
   kernel<<<grid, kMaskedThreads, 0, stream>>>(p, static_cast<int>(rows));
   return cudaGetLastError();
 }
@@ -39,12 +39,12 @@ template <typename Element, int kTiles>
 cudaError_t launch_outer(const OuterFactor& p, int multiprocessors, cudaStream_t stream) {
   const int64_t columns = ceil_div(p.cols, kOuterColumns), ranks = ceil_div(p.ranks, kTiles * kOuterRanks);
   if (p.ranges != nullptr) {
-    const dim3 grid(static_cast<unsigned>(ceil_div(columns, kOuterWarps)), static_cast<unsigned>(ranks),
+    const dim3 grid(static_cast<unsigned>(ceil_div(columns, kExpertOuterThreads / 32)), static_cast<unsigned>(ranks),
                     static_cast<unsigned>(p.count));
-    expert_outer_kernel<Element, kTiles><<<grid, kOuterThreads, 0, stream>>>(p);
+    expert_outer_kernel<Element, kTiles><<<grid, kExpertOuterThreads, 0, stream>>>(p);
     return cudaGetLastError();
   }
-  constexpr int kCtasOfMultiprocessor = kTiles == 1 ? 2 : 1, kMostParts = 8;
+  constexpr int kCtasOfMultiprocessor = 2, kMostParts = 8;
   unsigned parts = 1;
   while (parts < kMostParts && 2 * parts * columns * ranks <= kCtasOfMultiprocessor * multiprocessors) parts *= 2;
   cudaLaunchAttribute attribute;
@@ -62,7 +62,7 @@ cudaError_t launch_outer(const OuterFactor& p, int multiprocessors, cudaStream_t
 template <typename Element>
 cudaError_t launch_outer_of(const OuterFactor& p, int multiprocessors, cudaStream_t stream) {
   return p.ranks <= kOuterRanks ? launch_outer<Element, 1>(p, multiprocessors, stream)
-                                : launch_outer<Element, 4>(p, multiprocessors, stream);
+                                : launch_outer<Element, 2>(p, multiprocessors, stream);
 }
 
 }  // namespace

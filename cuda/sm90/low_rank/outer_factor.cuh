@@ -9,6 +9,7 @@
 namespace fused_mlp::sm90 {
 
 constexpr int kOuterThreads = 256, kOuterWarps = kOuterThreads / 32;
+constexpr int kExpertOuterThreads = 64;  // small CTAs: experts have from no rows to many
 constexpr int kOuterRanks = 16;    // of an instruction: a lane has two that are adjacent
 constexpr int kOuterColumns = 64;  // of a warp: a lane has eight that are adjacent, one in each of eight instructions
 constexpr int kOuterRows = 16;     // of a warp at a time: a lane has four
@@ -23,21 +24,40 @@ __device__ __forceinline__ uint32_t word_of(const uint4& vector, int i) {
   return i == 0 ? vector.x : i == 1 ? vector.y : i == 2 ? vector.z : vector.w;
 }
 
-// A lane's operands in 16 rows, of which it has two adjacent ones in each half: read a step ahead.
+// The rows of x that a lane reads of 16, of which it has two adjacent ones in each half; -1 where there is none.
+template <bool kMasked>
+struct OuterPlaces {
+  int rows[2][2];
+
+  __device__ __forceinline__ void find(const OuterFactor& args, int first, int end) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = first + threadIdx.x % 4 * 2 + half * 8 + i;
+        rows[half][i] = row >= end ? -1 : kMasked || args.row_of == nullptr ? row : args.row_of[row];
+      }
+    }
+  }
+};
+
+// A lane's operands in these rows.
 template <typename Element, int kTiles, bool kMasked>
 struct OuterRows {
   uint4 x[2][2];
   uint32_t grads[kTiles][2][2];
   uint32_t kept[2][2];
 
-  __device__ __forceinline__ void load(const OuterFactor& args, int first, int end, int rank, int column) {
+  __device__ __forceinline__ void load(const OuterFactor& args, const OuterPlaces<kMasked>& places, int first, int rank,
+                                       int column) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int row = first + threadIdx.x % 4 * 2 + half * 8 + i;
-        const bool is_there = row < end;
-        const Element* const of_x = static_cast<const Element*>(args.x.data) + row * args.x.row_stride + column;
+        const int from = places.rows[half][i];
+        const bool is_there = from >= 0;
+        const Element* const of_x = static_cast<const Element*>(args.x.data) + from * args.x.row_stride + column;
         const Element* const of_rank = static_cast<const Element*>(args.grads.data) + row * args.grads.row_stride + rank;
         const bool inside = is_there && column < args.cols;
         x[half][i] = inside ? *reinterpret_cast<const uint4*>(of_x) : make_uint4(0, 0, 0, 0);
@@ -82,23 +102,28 @@ struct OuterRows {
   }
 };
 
-// The sums of a warp over rows: all those that are `step` apart from the first of 16.
+// The sums of a warp over rows: all those that are `step` apart from the first of 16. They are read a step ahead, and
+// their places two.
 template <typename Element, int kTiles, bool kMasked>
 __device__ __forceinline__ void sum_rows(const OuterFactor& args, int first, int end, int step, int rank, int column,
                                          float (&sums)[kTiles][kOuterOfLane][4]) {
+  OuterPlaces<kMasked> places;
   OuterRows<Element, kTiles, kMasked> next;
-  next.load(args, first, end, rank, column);
+  places.find(args, first, end);
+  next.load(args, places, first, rank, column);
+  places.find(args, first + step, end);
 #pragma unroll 1
   for (; first < end; first += step) {
     const OuterRows<Element, kTiles, kMasked> rows = next;
-    next.load(args, first + step, end, rank, column);
+    next.load(args, places, first + step, rank, column);
+    places.find(args, first + 2 * step, end);
     rows.add_to(sums);
   }
 }
 
 // The sums over rows of the warps of a CTA, and of the CTAs of a cluster, are added in their order.
 template <typename Element, int kTiles>
-__global__ void __launch_bounds__(kOuterThreads) masked_outer_kernel(const __grid_constant__ OuterFactor args) {
+__global__ void __launch_bounds__(kOuterThreads, 2) masked_outer_kernel(const __grid_constant__ OuterFactor args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   __shared__ float of_warps[kOuterWarps][kOuterSums];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = cluster_rank(), parts = gridDim.x;
@@ -146,9 +171,9 @@ __global__ void __launch_bounds__(kOuterThreads) masked_outer_kernel(const __gri
 
 // A warp has 64 columns of an expert, and all of its rows.
 template <typename Element, int kTiles>
-__global__ void __launch_bounds__(kOuterThreads) expert_outer_kernel(const __grid_constant__ OuterFactor args) {
+__global__ void __launch_bounds__(kExpertOuterThreads) expert_outer_kernel(const __grid_constant__ OuterFactor args) {
   const int lane = threadIdx.x % 32, first_rank = blockIdx.y * kTiles * kOuterRanks;
-  const int first_column = (blockIdx.x * kOuterWarps + threadIdx.x / 32) * kOuterColumns;
+  const int first_column = (blockIdx.x * (kExpertOuterThreads / 32) + threadIdx.x / 32) * kOuterColumns;
   if (first_column >= args.cols) return;
   const RowRange range = args.ranges[blockIdx.z];
   float sums[kTiles][kOuterOfLane][4] = {};
