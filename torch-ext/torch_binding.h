@@ -182,9 +182,9 @@ std::tuple<Tensor, Tensor, Tensor> sigmoid_router(const Tensor& x, const Tensor&
                                                   double scaling);
 
 // On a GPU, experts_mlp as autograd follows it, of experts with as many outputs as inputs: returns the result, and what
-// its backward needs: x sorted by expert, of no elements unless `keeps_sorted`, and the values of gates and ups before limits and activation, as the weights
-// have them. `factors` are none, or those of adapted_experts, and then the rows of the first layer's adapter, if it has
-// one, come last.
+// its backward needs: x sorted by expert, of no elements unless `keeps_sorted`, and the values of gates and ups before
+// limits and activation, as the weights have them. `factors` are none, or those of adapted_experts, and then the rows
+// of the first layer's adapter, if it has one, come last.
 std::vector<Tensor> experts_training_forward(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights,
                                              const Tensor& gate_up_weight, const Tensor& down_weight,
                                              const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
@@ -258,8 +258,8 @@ std::vector<Tensor> training_backward_(const Tensor& grad, const OptionalTensor&
 // where `gated`, and the second or down of an MLP. It computes x weight^T + bias + scaling *
 // (x a^T) b^T; the activation stands behind the first. Returns the result and what a backward needs, as `keep` says
 // (adapted.h): gate and up before the activation, and the products scaling * x a^T of the first layer and of the
-// second; where an element of `dropouts` is not 0 also the masks of the three layers. `drawn` is empty where torch is to
-// draw; else the caller has taken numbers of torch's generator (adapted.h).
+// second; where an element of `dropouts` is not 0 also the masks of the three layers. `drawn` is empty where torch is
+// to draw; else the caller has taken numbers of torch's generator (adapted.h).
 std::vector<Tensor> adapted_forward(const Tensor& x, const std::vector<Tensor>& weights,
                                     const std::vector<OptionalTensor>& biases, const std::vector<OptionalTensor>& a,
                                     const std::vector<OptionalTensor>& b, const std::vector<double>& scalings,

@@ -345,8 +345,16 @@ struct Cuda {
     const auto scale = static_cast<float>(layer.scaling) * layer.scale_of_kept();
     const Tensor of_factor = matrix_view(rows, {count, layer.rank()}, {rows.stride(0), 1}, factor.column);
     const Draw draw{drawing.seed(), drawing.offset(place), drawing.threads(), vector, layer.dropout};
-    DroppedRows product{matrix(flat), matrix(*layer.a), matrix(of_factor), count, cols,
-                        layer.rank(), scale, dtype, draw, bits_of(mask)};
+    DroppedRows product{.x = matrix(flat),
+                        .a = matrix(*layer.a),
+                        .out = matrix(of_factor),
+                        .rows = count,
+                        .cols = cols,
+                        .ranks = layer.rank(),
+                        .scale = scale,
+                        .dtype = dtype,
+                        .draw = draw,
+                        .kept = bits_of(mask)};
     const bool fits = product.fits() && layer.a->stride(1) == 1;
     if (!fits) product.out = kNoMatrix;
     check(architecture_of(gpu(x.get_device_index()))->dropped->rows(product, current_stream(x)));
@@ -378,8 +386,15 @@ struct Cuda {
     const Architecture* const architecture = architecture_of(here);
     if (architecture == nullptr || architecture->dropped == nullptr) return std::nullopt;
     const Tensor out = new_dense(x, {grads.size(1), x.size(1)});
-    const OuterFactor product{matrix(x), matrix(grads), matrix(out), x.size(0), x.size(1), grads.size(1), scale,
-                              dtype_of(x, "x"), bits_of(mask)};
+    const OuterFactor product{.x = matrix(x),
+                              .grads = matrix(grads),
+                              .out = matrix(out),
+                              .rows = x.size(0),
+                              .cols = x.size(1),
+                              .ranks = grads.size(1),
+                              .scale = scale,
+                              .dtype = dtype_of(x, "x"),
+                              .kept = bits_of(mask)};
     if (!product.fits_masked() || x.stride(1) != 1) return std::nullopt;
     check(architecture->dropped->outer(product, here.multiprocessors, current_stream(x)));
     return out;

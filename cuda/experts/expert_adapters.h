@@ -56,7 +56,8 @@ class ExpertAdapters {
   bool any() const { return has(0) || has(1); }
   int64_t rank(size_t layer) const { return a(layer)->size(1); }
 
-  // Those of both layers: a, and b times the scaling, transposed where weights are. `of_slots`: of the experts of slots.
+  // Those of both layers: a, and b times the scaling, transposed where weights are. `of_slots`: of the experts of
+  // slots.
   std::pair<RankFactors, RankFactors> for_forward(bool of_slots, cudaStream_t stream) const {
     StackCopies copies{};
     if (of_slots) copies.of_slots = routes_;
@@ -76,8 +77,8 @@ class ExpertAdapters {
     return found;
   }
 
-  // For the gradients of what the layers are given: b transposed, times the scaling, and a as it lies unless weights are
-  // transposed.
+  // For the gradients of what the layers are given: b transposed, times the scaling, and a as it lies unless weights
+  // are transposed.
   std::pair<RankFactors, RankFactors> for_backward(cudaStream_t stream) const {
     StackCopies copies{};
     const auto factors = [&](size_t layer) -> RankFactors {
@@ -85,9 +86,9 @@ class ExpertAdapters {
       const Tensor &of_a = *a(layer), &of_b = *b(layer);
       const int64_t groups = routes_.experts, ranks = in_steps(rank(layer), kRankStep);
       return {copied(copies, of_b, true, {groups, ranks, of_b.size(1)}, scalings_[layer]),
-              transposed_          ? copied(copies, of_a, true, {groups, of_a.size(2), ranks}, 1.0)
+              transposed_        ? copied(copies, of_a, true, {groups, of_a.size(2), ranks}, 1.0)
               : lies_right(of_a) ? of_a
-                                   : copied(copies, of_a, false, {groups, ranks, of_a.size(2)}, 1.0)};
+                                 : copied(copies, of_a, false, {groups, ranks, of_a.size(2)}, 1.0)};
     };
     std::pair<RankFactors, RankFactors> found{factors(0), factors(1)};
     check(launch_stack_copies(copies, stream));
@@ -98,13 +99,14 @@ class ExpertAdapters {
   Tensor copied_a(size_t layer, cudaStream_t stream) const {
     if (lies_right(*a(layer))) return *a(layer);
     StackCopies copies{};
-    const Tensor found = copied(
-        copies, *a(layer), false, {routes_.experts, in_steps(rank(layer), kRankStep), a(layer)->size(2)}, 1.0);
+    const Tensor found =
+        copied(copies, *a(layer), false, {routes_.experts, in_steps(rank(layer), kRankStep), a(layer)->size(2)}, 1.0);
     check(launch_stack_copies(copies, stream));
     return found;
   }
 
-  // What the gradient of a factor is multiplied by: rows that are multiplied by b have the scaling, those by a have not.
+  // What the gradient of a factor is multiplied by: rows that are multiplied by b have the scaling, those by a have
+  // not.
   double scaling(size_t layer, bool of_a) const { return of_a ? 1.0 : scalings_[layer]; }
 
   // A gradient [experts, rank, in or out] as its factor lies.

@@ -35,7 +35,7 @@ enum Needs {
   kOfDownB = 128,
   kOfGateUpBias = 256,
   kOfDownBias = 512,
-  kOfSums = 1024,  // those of the values before the activation themselves, behind the others
+  kOfSums = 1024,   // those of the values before the activation themselves, behind the others
   kBySums = 2048,   // these are there, in the place of `gate_up`
   kOfTokens = 4096  // the tokens are there, in the place of `sorted`
 };
@@ -242,8 +242,8 @@ class TrainedExperts {
     return out;
   }
 
-  // The gradient of a factor: every expert's rows^T wide, [experts, ranks, columns of wide]. `wide` are sorted rows, or,
-  // where it says so, tokens.
+  // The gradient of a factor: every expert's rows^T wide, [experts, ranks, columns of wide]. `wide` are sorted rows,
+  // or, where it says so, tokens.
   Tensor outer_factor(const Tensor& wide, bool of_tokens, const Tensor& rows, int64_t ranks, double scale) const {
     const TensorRows from = addressable_rows(wide);
     const Tensor out = new_dense(like_, {experts_, ranks, from.cols});

@@ -45,7 +45,7 @@ def taken(x: Tensor, hidden: int, dropouts: Sequence[float], up_first: bool) -> 
     return found
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _threads(device: int) -> int:
     """The threads of torch's kernel on a device, for large tensors; 0 where it, or a kernel for it, is not known."""
     if not torch.__version__.startswith("2.11.") or torch.cuda.get_device_capability(device) != (9, 0):

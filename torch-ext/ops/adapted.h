@@ -184,8 +184,8 @@ enum class Keep : int64_t { kNothing, kRows, kValues };
 //   kDrops                        whether it has the following ones of dropouts
 //   drop(x, p, wide)              x, of any leading dimensions, behind torch's dropout
 //   mask(out, x, mask, scale, adds)  out = scale x where it was kept, else 0; where it `adds`, out += that
-//   drawn_rows(rows, x, factor, drawing, place)  the columns of `rows` that a factor says, behind its dropout of numbers
-//                                 that are taken; returns the mask
+//   drawn_rows(rows, x, factor, drawing, place)  the columns of `rows` that a factor says, behind its dropout, whose
+//                                 numbers are taken; returns the mask
 //   masked_sum(out, terms)        out = the sum of terms, each masked; or false
 //   masked_outer(grad, x, mask, scale)  grad^T x of the elements that were kept, scaled; or nothing
 //   layer(x, first, activation, term, ctas_before)  a kernel, or none, whose launch(out) is a layer of inference, and

@@ -10,8 +10,8 @@ std::vector<Tensor> adapted_forward(const Tensor& x, const std::vector<Tensor>& 
   layers.check(x, activation);
   STD_TORCH_CHECK(drawn.empty() || drawn.size() == 2 + kMostLayers, "drawn must be empty, or have 5 elements");
   const Backend::Guard guard(x);
-  return Adapted<Backend>(x, x, layers, activation).forward(static_cast<Keep>(keep),
-                                                              {wide_dropout, up_drops_first, drawn});
+  return Adapted<Backend>(x, x, layers, activation)
+      .forward(static_cast<Keep>(keep), {wide_dropout, up_drops_first, drawn});
 }
 
 std::vector<Tensor> adapted_backward(const Tensor& grad, const OptionalTensor& x, const std::vector<Tensor>& weights,

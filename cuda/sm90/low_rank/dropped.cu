@@ -1,5 +1,4 @@
 #include "dropped.h"
-
 #include "dropped_rows.cuh"
 #include "masked_sum.cuh"
 #include "outer_factor.cuh"
@@ -39,9 +38,9 @@ template <typename Element, int kTiles>
 cudaError_t launch_outer(const OuterFactor& p, int multiprocessors, cudaStream_t stream) {
   const int64_t columns = ceil_div(p.cols, kOuterColumns), ranks = ceil_div(p.ranks, kTiles * kOuterRanks);
   if (p.ranges != nullptr) {
-    const dim3 grid(static_cast<unsigned>(ceil_div(columns, kExpertOuterThreads / 32)), static_cast<unsigned>(ranks),
+    const dim3 grid(static_cast<unsigned>(ceil_div(columns, kOuterWarps)), static_cast<unsigned>(ranks),
                     static_cast<unsigned>(p.count));
-    expert_outer_kernel<Element, kTiles><<<grid, kExpertOuterThreads, 0, stream>>>(p);
+    expert_outer_kernel<Element, kTiles><<<grid, kOuterThreads, 0, stream>>>(p);
     return cudaGetLastError();
   }
   constexpr int kCtasOfMultiprocessor = 2, kMostParts = 8;

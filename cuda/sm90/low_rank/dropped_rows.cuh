@@ -48,8 +48,8 @@ struct DrawPlace {
   }
 };
 
-// Draws for eight adjacent elements, which are one vector of torch's or two. Returns a bit for each, and sets `lanes` to
-// ones in the place of the 16-bit elements that are kept.
+// Draws for eight adjacent elements, which are one vector of torch's or two. Returns a bit for each, and sets `lanes`
+// to ones in the place of the 16-bit elements that are kept.
 template <int kVector>
 __device__ __forceinline__ uint32_t draw_eight(const DroppedRowsArgs& args, const DrawPlace& place,
                                                uint32_t (&lanes)[4]) {
@@ -73,7 +73,7 @@ __device__ __forceinline__ uint32_t draw_eight(const DroppedRowsArgs& args, cons
 }
 
 template <typename Element>
-__device__ __forceinline__ uint4 load_eight(const Matrix& matrix, int row, int column, bool is_there) {
+__device__ __forceinline__ uint4 vector_of_row(const Matrix& matrix, int row, int column, bool is_there) {
   if (!is_there) return make_uint4(0, 0, 0, 0);
   return *reinterpret_cast<const uint4*>(static_cast<const Element*>(matrix.data) + row * matrix.row_stride + column);
 }
@@ -85,76 +85,64 @@ __device__ __forceinline__ uint32_t word_of_lane(uint32_t bytes) {
   return __byte_perm(halves, __shfl_xor_sync(~0u, halves, 2), high ? 0x3276 : 0x5410);
 }
 
-// A lane's elements of x in a word's columns, in two rows.
-template <typename Element>
-__device__ __forceinline__ void load_rows_of_x(const DroppedRowsArgs& args, int top, int column, uint4 (&x)[2]) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    x[i] = load_eight<Element>(args.x, top + 8 * i, column, top + 8 * i < args.rows && column < args.cols);
-  }
-}
-
 // The sum over k does not depend on which element of k is which in an instruction, so each lane hands over eight
-// adjacent ones. x is read a word ahead. The sums of the warps are added in their order.
+// adjacent ones. The sums of the warps are added in their order.
 template <typename Element, int kTiles, int kVector>
-__global__ void __launch_bounds__(kDroppedThreads) dropped_rows_kernel(const __grid_constant__ DroppedRowsArgs args) {
+__global__ void __launch_bounds__(kDroppedThreads, kTiles > 2 ? 1 : 2)
+    dropped_rows_kernel(const __grid_constant__ DroppedRowsArgs args) {
   __shared__ float of_warps[kTiles > 0 ? kDroppedWarps : 1][kDroppedTile * kRanksOfTile];
-  constexpr int kOfWord = kWordColumns / kVector, kWords = kDroppedChunk / kWordColumns;
-  constexpr int kWalk = kDroppedWarps * kDroppedChunk;
+  constexpr int kOfWord = kWordColumns / kVector, kWalk = kDroppedWarps * kDroppedChunk;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int top = blockIdx.x * kDroppedTile + lane / 4, of_lane = lane % 4 * 8;
+  const int top = blockIdx.x * kDroppedTile + lane / 4;
+  const bool is_there[2] = {top < args.rows, top + 8 < args.rows};
   DrawPlace places[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int64_t element = (top + 8 * i) * int64_t{args.cols} + warp * kDroppedChunk + of_lane;
+    const int64_t element = (top + 8 * i) * int64_t{args.cols} + warp * kDroppedChunk + lane % 4 * 8;
     const uint32_t vector = static_cast<uint32_t>(element / kVector);
     places[i] = {vector % args.threads, vector / args.threads};
   }
   float sums[kTiles > 0 ? kTiles : 1][4] = {};
-  uint4 next[2];
-  if constexpr (kTiles > 0) load_rows_of_x<Element>(args, top, warp * kDroppedChunk + of_lane, next);
-#pragma unroll 1
   for (int chunk = warp * kDroppedChunk; chunk < args.cols; chunk += kWalk) {
     uint32_t bytes[2] = {};
 #pragma unroll 1
-    for (int word = 0; word < kWords; ++word) {
+    for (int word = 0; word < kDroppedChunk / kWordColumns; ++word) {
+      const int column = chunk + word * kWordColumns + lane % 4 * 8;
+      const bool inside = column < args.cols;  // all lanes, or none
       uint4 x[2], factors[kTiles > 0 ? kTiles : 1];
       if constexpr (kTiles > 0) {
-        const int column = chunk + word * kWordColumns + of_lane;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) x[i] = vector_of_row<Element>(args.x, top + 8 * i, column, is_there[i] && inside);
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
           const int rank = tile * kRanksOfTile + lane / 4;
-          factors[tile] = load_eight<Element>(args.a, rank, column, rank < args.ranks && column < args.cols);
+          factors[tile] = vector_of_row<Element>(args.a, rank, column, rank < args.ranks && inside);
         }
-        x[0] = next[0], x[1] = next[1];
-        const int following = word + 1 < kWords ? column + kWordColumns : chunk + kWalk + of_lane;
-        load_rows_of_x<Element>(args, top, following, next);
       }
-      uint32_t lanes[2][4];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        bytes[i] |= draw_eight<kVector>(args, places[i], lanes[i]) << 8 * word;
+        uint32_t lanes[4];
+        bytes[i] |= draw_eight<kVector>(args, places[i], lanes) << 8 * word;
         places[i].advance(kOfWord, args.threads);
+        if constexpr (kTiles > 0) {
+          x[i] = make_uint4(x[i].x & lanes[0], x[i].y & lanes[1], x[i].z & lanes[2], x[i].w & lanes[3]);
+        }
       }
       if constexpr (kTiles > 0) {
-        const auto kept = [&](int i) {
-          return make_uint4(x[i].x & lanes[i][0], x[i].y & lanes[i][1], x[i].z & lanes[i][2], x[i].w & lanes[i][3]);
-        };
-        const uint4 low = kept(0), high = kept(1);
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
           const uint4 b = factors[tile];
-          sm80::Mma<Element>::multiply(sums[tile], {low.x, high.x, low.y, high.y}, {b.x, b.y});
-          sm80::Mma<Element>::multiply(sums[tile], {low.z, high.z, low.w, high.w}, {b.z, b.w});
+          sm80::Mma<Element>::multiply(sums[tile], {x[0].x, x[1].x, x[0].y, x[1].y}, {b.x, b.y});
+          sm80::Mma<Element>::multiply(sums[tile], {x[0].z, x[1].z, x[0].w, x[1].w}, {b.z, b.w});
         }
       }
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint32_t word = word_of_lane(bytes[i]);
-      const int place = chunk / kWordColumns + lane % 4, row = top + 8 * i;
-      if (row < args.rows && place < args.kept.words_of_row) {
-        args.kept.words[row * args.kept.words_of_row + place] = word;
+      const int place = chunk / kWordColumns + lane % 4;
+      if (is_there[i] && place < args.kept.words_of_row) {
+        args.kept.words[(top + 8 * i) * args.kept.words_of_row + place] = word;
       }
       places[i].advance((kWalk - kDroppedChunk) / kVector, args.threads);
     }

@@ -14,8 +14,7 @@ constexpr int kMaskedRanks = 16;    // of an instruction: a lane has 4 that are 
 
 // A lane's part of 16 rows of a weight, transposed: the side [columns, ranks] of four instructions.
 template <typename Element>
-__device__ __forceinline__ void load_columns(const MaskedTerm& term, int first_rank, int column,
-                                             uint32_t (&b)[4][2]) {
+__device__ __forceinline__ void load_columns(const MaskedTerm& term, int first_rank, int column, uint32_t (&b)[4][2]) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {

@@ -9,7 +9,6 @@
 namespace fused_mlp::sm90 {
 
 constexpr int kOuterThreads = 256, kOuterWarps = kOuterThreads / 32;
-constexpr int kExpertOuterThreads = 64;  // small CTAs: experts have from no rows to many
 constexpr int kOuterRanks = 16;    // of an instruction: a lane has two that are adjacent
 constexpr int kOuterColumns = 64;  // of a warp: a lane has eight that are adjacent, one in each of eight instructions
 constexpr int kOuterRows = 16;     // of a warp at a time: a lane has four
@@ -58,7 +57,8 @@ struct OuterRows {
         const int from = places.rows[half][i];
         const bool is_there = from >= 0;
         const Element* const of_x = static_cast<const Element*>(args.x.data) + from * args.x.row_stride + column;
-        const Element* const of_rank = static_cast<const Element*>(args.grads.data) + row * args.grads.row_stride + rank;
+        const Element* const of_rank =
+            static_cast<const Element*>(args.grads.data) + row * args.grads.row_stride + rank;
         const bool inside = is_there && column < args.cols;
         x[half][i] = inside ? *reinterpret_cast<const uint4*>(of_x) : make_uint4(0, 0, 0, 0);
 #pragma unroll
@@ -161,8 +161,7 @@ __global__ void __launch_bounds__(kOuterThreads, 2) masked_outer_kernel(const __
         asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(term) : "r"(map_to_rank(address, source)) : "memory");
         sum += term;
       }
-      static_cast<Element*>(args.out.data)[rank * args.out.row_stride + column] =
-          from_float<Element>(args.scale * sum);
+      static_cast<Element*>(args.out.data)[rank * args.out.row_stride + column] = from_float<Element>(args.scale * sum);
     }
     cluster_sync();  // nobody overwrites sums, or exits, while the others still read them
   }
@@ -171,9 +170,9 @@ __global__ void __launch_bounds__(kOuterThreads, 2) masked_outer_kernel(const __
 
 // A warp has 64 columns of an expert, and all of its rows.
 template <typename Element, int kTiles>
-__global__ void __launch_bounds__(kExpertOuterThreads) expert_outer_kernel(const __grid_constant__ OuterFactor args) {
+__global__ void __launch_bounds__(kOuterThreads) expert_outer_kernel(const __grid_constant__ OuterFactor args) {
   const int lane = threadIdx.x % 32, first_rank = blockIdx.y * kTiles * kOuterRanks;
-  const int first_column = (blockIdx.x * (kExpertOuterThreads / 32) + threadIdx.x / 32) * kOuterColumns;
+  const int first_column = (blockIdx.x * kOuterWarps + threadIdx.x / 32) * kOuterColumns;
   if (first_column >= args.cols) return;
   const RowRange range = args.ranges[blockIdx.z];
   float sums[kTiles][kOuterOfLane][4] = {};
