@@ -80,7 +80,8 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(
       "experts_training_forward(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up_weight, "
       "Tensor down_weight, Tensor? gate_up_bias, Tensor? down_bias, Tensor?[] factors, float[] scalings, "
-      "int activation, bool gated, bool interleaved, bool transposed, float? limit, float up_offset) -> Tensor[]");
+      "int activation, bool gated, bool interleaved, bool transposed, float? limit, float up_offset, "
+      "bool keeps_sorted) -> Tensor[]");
   ops.def(
       "experts_training_backward(Tensor grad, Tensor? sorted, Tensor gate_up, Tensor top_k_index, Tensor "
       "top_k_weights, "
@@ -109,7 +110,8 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "-> Tensor[]");
   ops.def(
       "adapted_forward(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor?[] a, Tensor?[] b, float[] scalings, "
-      "float[] dropouts, bool wide_dropout, bool up_drops_first, bool gated, int activation, int keep) -> Tensor[]");
+      "float[] dropouts, bool wide_dropout, bool up_drops_first, int[] drawn, bool gated, int activation, int keep) -> "
+      "Tensor[]");
   ops.def(
       "adapted_backward(Tensor grad, Tensor? x, Tensor[] weights, Tensor?[] biases, Tensor?[] a, Tensor?[] b, "
       "float[] scalings, float[] dropouts, Tensor?[] masks, Tensor? gate, Tensor? up, Tensor? first_rows, "

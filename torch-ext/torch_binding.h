@@ -182,21 +182,22 @@ std::tuple<Tensor, Tensor, Tensor> sigmoid_router(const Tensor& x, const Tensor&
                                                   double scaling);
 
 // On a GPU, experts_mlp as autograd follows it, of experts with as many outputs as inputs: returns the result, and what
-// its backward needs: x sorted by expert, and the values of gates and ups before limits and activation, as the weights
-// have them. `factors` are none, or those of adapted_experts, and then the rows of the first layer's adapter, if it has
-// one, come last.
+// its backward needs: x sorted by expert, of no elements unless `keeps_sorted`, and the values of gates and ups before
+// limits and activation, as the weights have them. `factors` are none, or those of adapted_experts, and then the rows
+// of the first layer's adapter, if it has one, come last.
 std::vector<Tensor> experts_training_forward(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights,
                                              const Tensor& gate_up_weight, const Tensor& down_weight,
                                              const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
                                              const std::vector<OptionalTensor>& factors,
                                              const std::vector<double>& scalings, int64_t activation, bool gated,
                                              bool interleaved, bool transposed, std::optional<double> limit,
-                                             double up_offset);
+                                             double up_offset, bool keeps_sorted);
 
 // The gradients of x, top_k_weights, gate_up_weight and down_weight that the bits of `needs` ask for, in this order,
 // those of the four factors, as these lie, and those of the biases. `rank_rows` is what the forward returned last.
 // `sorted` is read for the gradients of gate_up_weight and of its first factor alone. A bit more asks for the gradients
-// of `gate_up`, which come last; and with the bit above that they are what `gate_up` is, from which the others follow.
+// of `gate_up`, which come last; with the bit above that they are what `gate_up` is, from which the others follow; and
+// with the next one `sorted` is x itself, which is all that the gradient of the first factor needs.
 std::vector<Tensor> experts_training_backward(const Tensor& grad, const OptionalTensor& sorted, const Tensor& gate_up,
                                               const Tensor& top_k_index, const Tensor& top_k_weights,
                                               const Tensor& gate_up_weight, const Tensor& down_weight,
@@ -257,12 +258,13 @@ std::vector<Tensor> training_backward_(const Tensor& grad, const OptionalTensor&
 // where `gated`, and the second or down of an MLP. It computes x weight^T + bias + scaling *
 // (x a^T) b^T; the activation stands behind the first. Returns the result and what a backward needs, as `keep` says
 // (adapted.h): gate and up before the activation, and the products scaling * x a^T of the first layer and of the
-// second; where an element of `dropouts` is not 0 also the masks of the three layers.
+// second; where an element of `dropouts` is not 0 also the masks of the three layers. `drawn` is empty where torch is
+// to draw; else the caller has taken numbers of torch's generator (adapted.h).
 std::vector<Tensor> adapted_forward(const Tensor& x, const std::vector<Tensor>& weights,
                                     const std::vector<OptionalTensor>& biases, const std::vector<OptionalTensor>& a,
                                     const std::vector<OptionalTensor>& b, const std::vector<double>& scalings,
                                     const std::vector<double>& dropouts, bool wide_dropout, bool up_drops_first,
-                                    bool gated, int64_t activation, int64_t keep);
+                                    const std::vector<int64_t>& drawn, bool gated, int64_t activation, int64_t keep);
 
 // The gradients that `needs` asks for (adapted.h), given that of its result and what it kept. Without `gate` the values
 // before the activation are made again, of x, which is not needed for all gradients.
@@ -281,7 +283,8 @@ std::vector<Tensor> packed_adapted_forward(
     const std::vector<int64_t>& places, const Tensor& x, const std::vector<Tensor>& weights,
     const std::vector<OptionalTensor>& biases, const std::vector<OptionalTensor>& a,
     const std::vector<OptionalTensor>& b, const std::vector<double>& scalings, const std::vector<double>& dropouts,
-    bool wide_dropout, bool up_drops_first, bool gated, int64_t activation, int64_t keep);
+    bool wide_dropout, bool up_drops_first, const std::vector<int64_t>& drawn, bool gated, int64_t activation,
+    int64_t keep);
 std::vector<Tensor> packed_adapted_backward(
     const std::vector<OptionalTensor>& packed, const std::vector<int64_t>& layouts, const std::vector<double>& offsets,
     const std::vector<int64_t>& places, const Tensor& grad, const OptionalTensor& x, const std::vector<Tensor>& weights,

@@ -342,6 +342,72 @@ struct Cuda {
                       current_stream(x)));
   }
 
+  static Tensor drawn_rows(const Tensor& rows, const Tensor& x, const RankFactorOf& factor, const Drawing& drawing,
+                           int place) {
+    const AdaptedLayer& layer = *factor.layer;
+    const int64_t cols = x.size(-1), count = x.numel() / cols;
+    const Tensor flat = matrix_view(x, {count, cols}, {cols, 1});
+    const Tensor mask = new_dense(x, {count, words_of_mask(cols)}, torch::headeronly::ScalarType::Int);
+    const DType dtype = dtype_of(x, "x");
+    const int vector = drawing.wide || dtype == DType::kFloat32 ? 4 : 8;
+    const auto scale = static_cast<float>(layer.scaling) * layer.scale_of_kept();
+    const Tensor of_factor = matrix_view(rows, {count, layer.rank()}, {rows.stride(0), 1}, factor.column);
+    const Draw draw{drawing.seed(), drawing.offset(place), drawing.threads(), vector, layer.dropout};
+    DroppedRows product{.x = matrix(flat),
+                        .a = matrix(*layer.a),
+                        .out = matrix(of_factor),
+                        .rows = count,
+                        .cols = cols,
+                        .ranks = layer.rank(),
+                        .scale = scale,
+                        .dtype = dtype,
+                        .draw = draw,
+                        .kept = bits_of(mask)};
+    const bool fits = product.fits() && layer.a->stride(1) == 1;
+    if (!fits) product.out = kNoMatrix;
+    check(architecture_of(gpu(x.get_device_index()))->dropped->rows(product, current_stream(x)));
+    if (!fits) {
+      const Tensor masked = new_dense(x, {count, cols});
+      Cuda::mask(masked, flat, mask, layer.scale_of_kept(), false);
+      scaled_mm(of_factor, masked, transposed(*layer.a), layer.scaling);
+    }
+    return mask;
+  }
+
+  static bool masked_sum(const Tensor& out, const std::vector<LowRankTerm>& terms) {
+    const Gpu& here = gpu(out.get_device_index());
+    const Architecture* const architecture = architecture_of(here);
+    if (architecture == nullptr || architecture->dropped == nullptr || terms.size() > 2) return false;
+    MaskedSum sum{{}, static_cast<int>(terms.size()), matrix(out), out.size(0), out.size(1), dtype_of(out, "grad")};
+    for (size_t i = 0; i < terms.size(); ++i) {
+      const LowRankTerm& term = terms[i];
+      if (term.weight->stride(1) != 1) return false;
+      sum.terms[i] = {matrix(*term.rows), matrix(*term.weight), term.weight->size(0), bits_of(*term.mask), term.scale};
+    }
+    if (!sum.fits()) return false;
+    check(architecture->dropped->sum(sum, here.multiprocessors, current_stream(out)));
+    return true;
+  }
+
+  static OptionalTensor masked_outer(const Tensor& grads, const Tensor& x, const Tensor& mask, float scale) {
+    const Gpu& here = gpu(x.get_device_index());
+    const Architecture* const architecture = architecture_of(here);
+    if (architecture == nullptr || architecture->dropped == nullptr) return std::nullopt;
+    const Tensor out = new_dense(x, {grads.size(1), x.size(1)});
+    const OuterFactor product{.x = matrix(x),
+                              .grads = matrix(grads),
+                              .out = matrix(out),
+                              .rows = x.size(0),
+                              .cols = x.size(1),
+                              .ranks = grads.size(1),
+                              .scale = scale,
+                              .dtype = dtype_of(x, "x"),
+                              .kept = bits_of(mask)};
+    if (!product.fits_masked() || x.stride(1) != 1) return std::nullopt;
+    check(architecture->dropped->outer(product, here.multiprocessors, current_stream(x)));
+    return out;
+  }
+
   static LayerGemm layer(const Tensor& x, const FirstLayer& first, int64_t activation, const LowRankTerm& term,
                          int64_t ctas_before) {
     return {x, first, activation, term, ctas_before};

@@ -27,7 +27,7 @@ inline Stack stack_of(const Tensor& tensor, bool transposed = false) {
 }
 
 // Adapters as they are given: a [experts, rank, in] and b [experts, out, rank] of any strides, in float32 or the dtype
-// of x, and what their products are multiplied by.
+// of x, and what their products are multiplied by. An a that lies as products take it is not copied.
 class ExpertAdapters {
  public:
   ExpertAdapters(const std::vector<OptionalTensor>& factors, const std::vector<double>& scalings, const Tensor& like,
@@ -56,7 +56,7 @@ class ExpertAdapters {
   bool any() const { return has(0) || has(1); }
   int64_t rank(size_t layer) const { return a(layer)->size(1); }
 
-  // Those of both layers: a times the scaling, and b, transposed where weights are. `of_slots`: of the experts of
+  // Those of both layers: a, and b times the scaling, transposed where weights are. `of_slots`: of the experts of
   // slots.
   std::pair<RankFactors, RankFactors> for_forward(bool of_slots, cudaStream_t stream) const {
     StackCopies copies{};
@@ -65,16 +65,19 @@ class ExpertAdapters {
     const auto factors = [&](size_t layer) -> RankFactors {
       if (!has(layer)) return {};
       const int64_t ranks = in_steps(rank(layer), kRankStep);
-      return {copied(copies, *a(layer), false, {groups, ranks, a(layer)->size(2)}, scalings_[layer]),
-              transposed_ ? copied(copies, *b(layer), true, {groups, ranks, b(layer)->size(1)}, 1.0)
-                          : copied(copies, *b(layer), false, {groups, b(layer)->size(1), ranks}, 1.0)};
+      const double scale = scalings_[layer];
+      return {!of_slots && lies_right(*a(layer))
+                  ? *a(layer)
+                  : copied(copies, *a(layer), false, {groups, ranks, a(layer)->size(2)}, 1.0),
+              transposed_ ? copied(copies, *b(layer), true, {groups, ranks, b(layer)->size(1)}, scale)
+                          : copied(copies, *b(layer), false, {groups, b(layer)->size(1), ranks}, scale)};
     };
     std::pair<RankFactors, RankFactors> found{factors(0), factors(1)};
     check(launch_stack_copies(copies, stream));
     return found;
   }
 
-  // For the gradients of what the layers are given: b transposed, and a times the scaling, as it lies unless weights
+  // For the gradients of what the layers are given: b transposed, times the scaling, and a as it lies unless weights
   // are transposed.
   std::pair<RankFactors, RankFactors> for_backward(cudaStream_t stream) const {
     StackCopies copies{};
@@ -82,32 +85,38 @@ class ExpertAdapters {
       if (!has(layer)) return {};
       const Tensor &of_a = *a(layer), &of_b = *b(layer);
       const int64_t groups = routes_.experts, ranks = in_steps(rank(layer), kRankStep);
-      return {copied(copies, of_b, true, {groups, ranks, of_b.size(1)}, 1.0),
-              transposed_ ? copied(copies, of_a, true, {groups, of_a.size(2), ranks}, scalings_[layer])
-                          : copied(copies, of_a, false, {groups, ranks, of_a.size(2)}, scalings_[layer])};
+      return {copied(copies, of_b, true, {groups, ranks, of_b.size(1)}, scalings_[layer]),
+              transposed_        ? copied(copies, of_a, true, {groups, of_a.size(2), ranks}, 1.0)
+              : lies_right(of_a) ? of_a
+                                 : copied(copies, of_a, false, {groups, ranks, of_a.size(2)}, 1.0)};
     };
     std::pair<RankFactors, RankFactors> found{factors(0), factors(1)};
     check(launch_stack_copies(copies, stream));
     return found;
   }
 
-  // A layer's a times its scaling, which rows are multiplied by.
-  Tensor scaled_a(size_t layer, cudaStream_t stream) const {
+  // A layer's a, which rows are multiplied by.
+  Tensor copied_a(size_t layer, cudaStream_t stream) const {
+    if (lies_right(*a(layer))) return *a(layer);
     StackCopies copies{};
     const Tensor found =
-        copied(copies, *a(layer), false, {routes_.experts, in_steps(rank(layer), kRankStep), a(layer)->size(2)},
-               scalings_[layer]);
+        copied(copies, *a(layer), false, {routes_.experts, in_steps(rank(layer), kRankStep), a(layer)->size(2)}, 1.0);
     check(launch_stack_copies(copies, stream));
     return found;
   }
 
-  // A gradient [experts, out, rank], or of an a [experts, in, rank], as its factor lies.
+  // What the gradient of a factor is multiplied by: rows that are multiplied by b have the scaling, those by a have
+  // not.
+  double scaling(size_t layer, bool of_a) const { return of_a ? 1.0 : scalings_[layer]; }
+
+  // A gradient [experts, rank, in or out] as its factor lies.
   Tensor gradient(const Tensor& found, size_t layer, bool of_a, cudaStream_t stream) const {
     const Tensor& factor = of_a ? *a(layer) : *b(layer);
+    if (of_a && lies_right(factor)) return found;
     const Tensor out = new_strided(factor, factor.sizes(), strides_like(factor));
     StackCopies copies{};
     copies.count = 1;
-    copies.copies[0] = copy(found, of_a, out, of_a ? scalings_[layer] : 1.0);
+    copies.copies[0] = copy(found, !of_a, out, 1.0);
     check(launch_stack_copies(copies, stream));
     return out;
   }
@@ -115,6 +124,11 @@ class ExpertAdapters {
  private:
   const OptionalTensor& a(size_t layer) const { return factors_[2 * layer]; }
   const OptionalTensor& b(size_t layer) const { return factors_[2 * layer + 1]; }
+  // True if an a is as products take it.
+  bool lies_right(const Tensor& factor) const {
+    return factor.scalar_type() == like_.scalar_type() && factor.is_contiguous() && factor.size(1) % kRankStep == 0 &&
+           aligned(factor);
+  }
   static int64_t in_steps(int64_t rank, int64_t step) { return ceil_div(rank, step) * step; }
 
   static StackCopy copy(const Tensor& from, bool transposed, const Tensor& to, double scale) {

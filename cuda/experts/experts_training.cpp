@@ -32,8 +32,9 @@ enum Needs {
   kOfDownB = 128,
   kOfGateUpBias = 256,
   kOfDownBias = 512,
-  kOfSums = 1024,  // those of the values before the activation themselves, behind the others
-  kBySums = 2048   // these are there, in the place of `gate_up`
+  kOfSums = 1024,   // those of the values before the activation themselves, behind the others
+  kBySums = 2048,   // these are there, in the place of `gate_up`
+  kOfTokens = 4096  // the tokens are there, in the place of `sorted`
 };
 
 // The layout of the weights, and what is between the products; operands.h says what fits.
@@ -114,6 +115,9 @@ class TrainedExperts {
     counts_ = codes_ + blocks();
     ranges_ = reinterpret_cast<RowRange*>(counts_ + 2);
   }
+
+  // Has the next sort say whose token a row is.
+  void list_tokens() { tokens_.emplace(new_dense(like_, {2 * rows()})); }
 
   // Those of tokens as rows sorted by expert.
   Tensor sorted(const Tensor& x) const {
@@ -235,6 +239,27 @@ class TrainedExperts {
     return out;
   }
 
+  // The gradient of a factor: every expert's rows^T wide, [experts, ranks, columns of wide]. `wide` are sorted rows,
+  // or, where it says so, tokens.
+  Tensor outer_factor(const Tensor& wide, bool of_tokens, const Tensor& rows, int64_t ranks, double scale) const {
+    const TensorRows from = addressable_rows(wide);
+    const Tensor out = new_dense(like_, {experts_, ranks, from.cols});
+    const OuterFactor product{.x = fused_mlp::matrix(from),
+                              .grads = matrix(rows),
+                              .out = {out.mutable_data_ptr(), from.cols},
+                              .rows = this->rows(),
+                              .cols = from.cols,
+                              .ranks = ranks,
+                              .scale = static_cast<float>(scale),
+                              .dtype = dtype_,
+                              .kept = {},
+                              .ranges = ranges_,
+                              .count = static_cast<int>(experts_),
+                              .row_of = of_tokens ? static_cast<const int*>(tokens_->const_data_ptr()) : nullptr};
+    check(kernels_.architecture->dropped->outer(product, kernels_.gpu.multiprocessors, stream_));
+    return out;
+  }
+
   // True if a tensor is what the forward has kept, of so many columns.
   void check_kept(const Tensor& kept, int64_t columns, const char* name) const {
     check_same_kind(kept, name, like_);
@@ -271,6 +296,7 @@ class TrainedExperts {
     sort.tiles = tiles_;
     sort.tile_count = counts_ + 1;
     sort.tile_rows = plan_.rows;
+    if (tokens_) sort.token_of_row = static_cast<int*>(tokens_->mutable_data_ptr());
     return sort;
   }
   int row_sum_parts() const { return fuses_ ? static_cast<int>(ceil_div(hidden_, kRowSumColumns)) : 1; }
@@ -323,6 +349,7 @@ class TrainedExperts {
   }
 
   const Tensor like_, index_, weights_, gate_up_, down_;
+  OptionalTensor tokens_;  // of int, one for each row
   const OptionalTensor gate_up_bias_, down_bias_;
   const Form form_;
   const int64_t experts_, features_, hidden_, width_;
@@ -346,7 +373,7 @@ std::vector<Tensor> experts_training_forward(const Tensor& x, const Tensor& top_
                                              const std::vector<OptionalTensor>& factors,
                                              const std::vector<double>& scalings, int64_t activation, bool gated,
                                              bool interleaved, bool transposed, std::optional<double> limit,
-                                             double up_offset) {
+                                             double up_offset, bool keeps_sorted) {
   const ExpertWeights given{gate_up_weight, down_weight, gate_up_bias, down_bias};
   const Form form{activation, gated, interleaved, transposed, limit, up_offset};
   check_trained(x, top_k_index, top_k_weights, given, form);
@@ -356,9 +383,11 @@ std::vector<Tensor> experts_training_forward(const Tensor& x, const Tensor& top_
   std::pair<RankFactors, RankFactors> ranked;
   if (adapters.any()) ranked = adapters.for_forward(false, experts.stream());
   const auto& [of_gate_up, of_down] = ranked;
-  const Tensor sorted = experts.sorted(x), gate_up = experts.new_gate_up();
+  Tensor sorted = experts.sorted(x);
+  const Tensor gate_up = experts.new_gate_up();
   const OptionalTerm term = experts.term(sorted, of_gate_up);
   const Tensor hidden = experts.hidden(sorted, gate_up, term);
+  if (!keeps_sorted) sorted = new_dense(x, {0});  // its memory is the result's rows' then
   std::vector<Tensor> kept{experts.result(hidden, experts.term(hidden, of_down)), sorted, gate_up};
   if (term) kept.push_back(term->rows);
   return kept;
@@ -381,8 +410,16 @@ std::vector<Tensor> gradients_of_experts(const Tensor& grad, const Kept& kept, c
   const auto& [sorted, gate_up, rank_rows] = kept;
   check_trained(grad, top_k_index, top_k_weights, given, form);
   const DeviceGuard device_guard(grad.get_device_index());
-  const TrainedExperts experts(grad, top_k_index, top_k_weights, given, form);
-  experts.check_kept(sorted, gate_up);
+  TrainedExperts experts(grad, top_k_index, top_k_weights, given, form);
+  const bool of_tokens = needs & kOfTokens;
+  experts.check_kept(of_tokens ? std::nullopt : sorted, gate_up);
+  if (of_tokens) {
+    STD_TORCH_CHECK(sorted && !(needs & kOfGateUp), "sorted must be the tokens, or rows of them for weights");
+    check_same_kind(*sorted, "sorted", grad);
+    STD_TORCH_CHECK(sorted->dim() == 2 && sorted->size(0) == grad.size(0) && sorted->size(1) == grad.size(1),
+                    "sorted must be like grad");
+    experts.list_tokens();
+  }
   const ExpertAdapters adapters = experts.adapters(factors, scalings);
   std::pair<RankFactors, RankFactors> ranked;
   if (adapters.any()) ranked = adapters.for_backward(experts.stream());
@@ -396,7 +433,10 @@ std::vector<Tensor> gradients_of_experts(const Tensor& grad, const Kept& kept, c
   const bool is_differentiated = needs & kBySums;
   const Tensor gate_up_gradient = overwrites || is_differentiated ? gate_up : experts.new_gate_up();
   OptionalTensor down, down_a, down_b, down_bias;
-  const auto gradient = [&](const Tensor& found, size_t layer, bool of_a) {
+  const auto gradient = [&](const Tensor& wide, const Tensor& rows, size_t layer, bool of_a) {
+    const bool gathers = of_tokens && of_a && layer == 0;
+    const double scale = adapters.scaling(layer, of_a);
+    const Tensor found = experts.outer_factor(wide, gathers, rows, adapters.rank(layer), scale);
     return adapters.gradient(found, layer, of_a, experts.stream());
   };
   OptionalTensor sums;
@@ -409,11 +449,11 @@ std::vector<Tensor> gradients_of_experts(const Tensor& grad, const Kept& kept, c
     const Tensor hidden = experts.differentiated(rows, gate_up, gate_up_gradient, *sums, term);
     if (needs & kOfDownBias) down_bias = experts.bias_gradient(rows, true);
     if (needs & kOfDown) down = experts.outer_of_weight(rows, hidden);
-    if (needs & kOfDownA) down_a = gradient(experts.outer(hidden, term->rows), 1, true);
+    if (needs & kOfDownA) down_a = gradient(hidden, term->rows, 1, true);
     if (needs & kOfDownB) {
-      const Tensor a = form.transposed ? adapters.scaled_a(1, experts.stream()) : *of_down.b;
+      const Tensor a = form.transposed ? adapters.copied_a(1, experts.stream()) : *of_down.b;
       const Tensor of_hidden = experts.rank_rows(hidden, a, of_down.a->size(1));
-      down_b = gradient(experts.outer(rows, of_hidden), 1, false);
+      down_b = gradient(rows, of_hidden, 1, false);
     }
   }
   OptionalTerm term;
@@ -423,10 +463,10 @@ std::vector<Tensor> gradients_of_experts(const Tensor& grad, const Kept& kept, c
   if (needs & kOfWeights) found.push_back(experts.weight_gradient(*sums));
   if (needs & kOfGateUp) found.push_back(experts.outer_of_weight(gate_up_gradient, *sorted));
   if (down) found.push_back(*down);
-  if (needs & kOfGateUpA) found.push_back(gradient(experts.outer(*sorted, term->rows), 0, true));
+  if (needs & kOfGateUpA) found.push_back(gradient(*sorted, term->rows, 0, true));
   if (needs & kOfGateUpB) {
     experts.check_kept(*rank_rows, of_gate_up.a->size(1), "rank_rows");
-    found.push_back(gradient(experts.outer(gate_up_gradient, *rank_rows), 0, false));
+    found.push_back(gradient(gate_up_gradient, *rank_rows, 0, false));
   }
   if (down_a) found.push_back(*down_a);
   if (down_b) found.push_back(*down_b);

@@ -6,6 +6,7 @@
 #include <span>
 
 #include "../../torch-ext/ops/plan.h"
+#include "dropped.h"
 #include "experts.h"
 #include "gpu.h"
 #include "problem.h"
@@ -36,6 +37,7 @@ struct Architecture {
   // `starts_early` behind a kernel of ours. Null where there are none such.
   int64_t (*rank_rows_ctas)(const RankRows& product);
   cudaError_t (*launch_rank_rows)(const RankRows& product, bool starts_early, cudaStream_t stream);
+  const DroppedKernels* dropped;  // those of adapters behind a dropout; null where there are none
   const GroupedKernels* grouped;  // products of the experts of a mixture
 };
 

@@ -5,6 +5,7 @@
 #include "../gemm/architecture.h"
 #include "../gemm/choice/refusal.h"
 #include "grouped/grouped.h"
+#include "low_rank/dropped.h"
 #include "low_rank/rank_rows.h"
 #include "plan/plan.h"
 #include "plan/tuning.h"
@@ -59,6 +60,7 @@ constinit const Architecture kArchitecture = {
     .choose_beside = nullptr,
     .rank_rows_ctas = rank_rows_ctas,
     .launch_rank_rows = launch_rank_rows,
+    .dropped = &kDroppedKernels,
     .grouped = &kGroupedKernels,
 };
 

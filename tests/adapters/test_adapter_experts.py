@@ -182,6 +182,16 @@ def test_a_graph_that_is_kept(fused_mlp, device):
     assert all(map(torch.equal, first, last))
 
 
+@hopper
+def test_sorted_rows_are_not_kept(fused_mlp, device):
+    """The gradient of the first factor gathers the tokens."""
+    made = drawn(60, 2, 4, (128, 192, 128), device=device, dtype=torch.bfloat16)
+    made |= factors(made, 8)
+    result = ours(fused_mlp, {name: value.detach().requires_grad_(name in TRAINED) for name, value in made.items()})
+    kept = [each for each in result.grad_fn.saved_tensors if each is not None and each.shape[1:] == (128,)]
+    assert [len(each) for each in kept] == [60]
+
+
 def test_gradients_of_gradients(fused_mlp, device):
     made = drawn(5, 2, 4, (64, 128, 64), device=device, dtype=torch.float64)
     made["top_k_weights"] = made["top_k_weights"].nan_to_num(0.3).double()

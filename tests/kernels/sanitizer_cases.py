@@ -319,11 +319,12 @@ def _trained_experts(ops, architecture: str) -> int:
             if adapters is factors and architecture != "sm90":
                 continue  # which alone adds the terms of adapters
             _, sorted_x, gate_up, *rows = ops.experts_training_forward(
-                x, *routed, *nothing, adapters, [0.5, 2.0], *form
+                x, *routed, *nothing, adapters, [0.5, 2.0], *form, True
             )
             kept = torch.ones_like(x), sorted_x, gate_up, *routed, *nothing, adapters, [0.5, 2.0]
             kept = *kept, rows[0] if rows else None, *form, bits
             ops.experts_training_backward(*kept)
+            ops.experts_training_backward(kept[0], x, *kept[2:-1], bits & ~4 | 1 << 12)
             ops.experts_training_backward_(*kept)
         if architecture == "sm90":
             ops.adapted_experts(x, *routed, *nothing, factors, [0.5, 2.0], 4, True, False, False, None, 0.0)
@@ -338,7 +339,7 @@ def _trained_experts(ops, architecture: str) -> int:
         ):
             if adapters is factors and architecture != "sm90":
                 continue
-            _, *kept = ops.experts_training_forward(x, *given, adapters, [0.5, 2.0], *form)
+            _, *kept = ops.experts_training_forward(x, *given, adapters, [0.5, 2.0], *form, True)
             sorted_x, gate_up, *rows = kept
             kept = torch.ones_like(x), sorted_x, gate_up, *given, adapters, [0.5, 2.0], rows[0] if rows else None
             ops.experts_training_backward(*kept, *form, bits)
@@ -454,7 +455,7 @@ def attentions(ops) -> int:
 
 def adapted(fused_mlp) -> int:
     """Layers with low-rank adapters, forward and backward, with and without dropout; how many calls."""
-    shapes = ((5, 136, 264), (40, 320, 192), (300, 520, 776), (1300, 520, 1032))
+    shapes = ((5, 136, 264), (40, 320, 192), (300, 520, 776), (1300, 520, 1032), (1301, 288, 1056))
     cases = list(itertools.product(shapes, (8, 24), (torch.bfloat16, torch.float16), (0.0, 0.3)))
     for (rows, width, hidden), rank, dtype, dropout in cases:
         print(f"adapters: {rows}, {width}, {hidden}, rank {rank}, {dtype}, dropout {dropout}", flush=True)

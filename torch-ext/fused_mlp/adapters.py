@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import calls, dispatch
+from . import calls, dispatch, drawn
 from .activations import BY_CODE, get_activation
 from .autograd import nodes, training
 from .backends import native
@@ -265,7 +265,9 @@ def run_parts(
         if pattern.packed:
             lists, count = _unpacked(lists, pattern.up_first), count + 1
         if not (recorded or is_packed):
-            return _plain_forward(x, *lists, False, pattern.up_before, pattern.gated, code, _NOTHING)[0]
+            dropouts = [0.0 if at is None else lists[-1][at] for at in _PLACES[pattern.gated, count]]
+            numbers = drawn.taken(x, lists[0][0].shape[0], dropouts, pattern.up_before)
+            return _plain_forward(x, *lists, False, pattern.up_before, numbers, pattern.gated, code, _NOTHING)[0]
         places, packed = _PLACES[pattern.gated, count], None
         weights, biases, a, b = ([None if at is None else each[at] for at in places] for each in lists[:4])
         scalings, dropouts = (tuple([0.0 if at is None else each[at] for at in places]) for each in lists[4:])
@@ -313,9 +315,10 @@ def _op(
         return quantized.run(x, layers, activation)
     if packed is not None and not any(factors.dropouts) and dispatch.has_few_rows(x):
         return composed(x, layers, activation)
+    numbers = _numbers(x, packed, tensors, factors)
 
     def arguments(tensors: Sequence[Optional[Tensor]]) -> Tuple[Any, ...]:
-        return (x, *_arguments(tensors, factors), layers.up is not None, activation, _NOTHING)
+        return (x, *_arguments(tensors, factors, numbers), layers.up is not None, activation, _NOTHING)
 
     by_codes = None if torch.compiler.is_compiling() else _packed_forward
     given = _plain_forward, by_codes, packed, tensors, x.dtype, arguments
@@ -448,9 +451,16 @@ def _operands(tensors: Sequence[Optional[Tensor]], *others: Sequence[Any]) -> Li
     return [[each[place] for place in there] for each in (*_lists(tensors), *others)]
 
 
-def _arguments(tensors: Sequence[Optional[Tensor]], factors: _Factors) -> List[Any]:
+def _arguments(tensors: Sequence[Optional[Tensor]], factors: _Factors, numbers: List[int]) -> List[Any]:
     """The arguments of the forward behind x, up to ``gated``."""
-    return [*_operands(tensors, factors.scalings, factors.dropouts), factors.wide, factors.up_first]
+    scalings, dropouts, wide, up_first = factors
+    return [*_operands(tensors, scalings, dropouts), wide, up_first, numbers]
+
+
+def _numbers(x: Tensor, packed: Packed, tensors: Sequence[Optional[Tensor]], factors: _Factors) -> List[int]:
+    """The numbers of dropouts in front of adapters, which torch's generator is past then."""
+    first = tensors[0] if packed is None or packed[0] is None else packed[0]
+    return drawn.taken(x, first.shape[0], factors.dropouts, factors.up_first)
 
 
 def _lists(tensors: Sequence[Optional[Tensor]]) -> Tuple[Sequence[Optional[Tensor]], ...]:
@@ -485,9 +495,10 @@ class _Adapted(torch.autograd.Function):
         held = there = tuple([tensor is not None for tensor in given])
         if packed is not None:
             there = (True, *[is_held or weight is not None for is_held, weight in zip(held[1:], packed)], *held[4:])
+        numbers = _numbers(x, packed, tensors, factors)
 
         def arguments(whole: Sequence[Optional[Tensor]]) -> Tuple[Any, ...]:
-            return (x, *_arguments(whole, factors), there[2], activation, keep)
+            return (x, *_arguments(whole, factors, numbers), there[2], activation, keep)
 
         result, *kept = _over_packed(_plain_forward, _packed_forward, packed, tensors, x.dtype, arguments)
         drops = tuple([dropout > 0.0 for dropout in factors.dropouts])

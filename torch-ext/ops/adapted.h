@@ -61,9 +61,16 @@ struct KeptOfAdapted {
 };
 
 // The way dropouts in front of adapters draw random numbers: as torch's dropout does of an input in this layout and in
-// the layers' dtype or, where `wide`, in float32; gate before up, or `up_first`.
+// the layers' dtype or, where `wide`, in float32; gate before up, or `up_first`. `numbers` says which these are, where
+// they are taken already: the seed, how many threads torch's kernel has, and the first number of each place.
 struct Drawing {
-  bool wide = false, up_first = false;
+  bool wide, up_first;
+  const std::vector<int64_t>& numbers;
+
+  bool is_taken() const { return !numbers.empty(); }
+  uint64_t seed() const { return static_cast<uint64_t>(numbers[0]); }
+  int64_t threads() const { return numbers[1]; }
+  uint64_t offset(int place) const { return static_cast<uint64_t>(numbers[2 + place]); }
 };
 
 // The input of an adapter behind a dropout, as a matrix, and the mask.
@@ -191,9 +198,13 @@ enum class Keep : int64_t { kNothing, kRows, kValues };
 //   rank_rows(out, x, factors, ctas_before)  the columns of `out` that factors say, by a kernel of its own; returns its
 //                                 CTAs, or 0 where there is none. `ctas_before` are those of the kernel that wrote x
 //                                 and was launched right before, or 0
-//   kDrops                        whether it has the following two
+//   kDrops                        whether it has the following ones of dropouts
 //   drop(x, p, wide)              x, of any leading dimensions, behind torch's dropout
 //   mask(out, x, mask, scale, adds)  out = scale x where it was kept, else 0; where it `adds`, out += that
+//   drawn_rows(rows, x, factor, drawing, place)  the columns of `rows` that a factor says, behind its dropout, whose
+//                                 numbers are taken; returns the mask
+//   masked_sum(out, terms)        out = the sum of terms, each masked; or false
+//   masked_outer(grad, x, mask, scale)  grad^T x of the elements that were kept, scaled; or nothing
 //   layer(x, first, activation, term, ctas_before)  a kernel, or none, whose launch(out) is a layer of inference, and
 //                                 ctas() how many it has; the one right before has written rows of the term
 // where kept_values, hidden_gradients and input_gradient are given a LowRankTerm too.
@@ -276,7 +287,7 @@ class Adapted {
       }
       if (needed(kOfWeights, 2)) put(kOfWeights + 2, of_weight(grad_rows, *values));
       if (needed(kOfA, 2)) {  // the last that reads the values: they are dropped in their place
-        put(kOfA + 2, of_weight(columns(*dsecond_rows, 0, second->rank()), given_to_adapter(2, *values, *values)));
+        put(kOfA + 2, of_a(2, columns(*dsecond_rows, 0, second->rank()), *values, true));
       }
       values.reset();
     } else if (layers_.is_linear(activation_)) {
@@ -362,6 +373,10 @@ class Adapted {
   int64_t fill_rows_behind_dropout(const Tensor& rows, const Tensor& x, int place, int64_t column, Drawing drawing) {
     if constexpr (Backend::kDrops) {
       const AdaptedLayer& layer = *layers_.at(place);
+      if (drawing.is_taken()) {
+        masks_[place] = Backend::drawn_rows(rows, x, {&layer, column}, drawing, place);
+        return 0;
+      }
       const Dropped dropped = Backend::drop(x, layer.dropout, drawing.wide);
       masks_[place] = dropped.mask;
       return fill_rows(rows, dropped.values, {RankFactorOf{&layer, column}}, 0);
@@ -369,11 +384,16 @@ class Adapted {
     return 0;
   }
 
-  // x, or what a dropout leaves of it, which is computed into `room`.
-  Tensor given_to_adapter(int place, const Tensor& x, const Tensor& room) const {
-    if (layers_.at(place)->dropout == 0) return x;
+  // The gradient of a layer's a, given x, or its room if that may be written over.
+  Tensor of_a(int place, const Tensor& drows, const Tensor& x, bool overwrites) const {
+    if (layers_.at(place)->dropout == 0) return of_weight(drows, x);
+    if constexpr (Backend::kDrops) {
+      const float scale = layers_.at(place)->scale_of_kept();
+      if (const OptionalTensor found = Backend::masked_outer(drows, x, *masks_[place], scale)) return *found;
+    }
+    const Tensor room = overwrites ? x : new_dense(like_, {x.size(0), x.size(1)});
     mask(place, room, x, false);
-    return room;
+    return of_weight(drows, room);
   }
 
   // out = x behind the dropout of a layer, or out += that.
@@ -502,15 +522,16 @@ class Adapted {
   // out = the sum of the products, those of few columns first: what is rounded between is small.
   void add_products(const Tensor& out, std::initializer_list<RankProduct> of_rank,
                     std::initializer_list<PlainProduct> plain) const {
-    bool any = false;
+    const bool masked = sum_masked(out, of_rank);
+    bool any = masked;
     const auto add = [&](const Tensor& a, const Tensor& b) {
       any ? Backend::add_mm(out, a, b) : Backend::mm(out, a, b);
       any = true;
     };
     for (const RankProduct& product : of_rank) {
-      if (!product.a) continue;
+      if (!product.a || (masked && drops(product))) continue;
       const Tensor rows = Backend::rows(columns(*product.rows, product.first_column, product.a->size(0)));
-      if (layers_.at(product.place)->dropout == 0) {
+      if (!drops(product)) {
         add(rows, *product.a);
         continue;
       }
@@ -521,6 +542,22 @@ class Adapted {
     }
     for (const PlainProduct& product : plain) add(product.grad, product.weight);
   }
+
+  // out = the sum of those behind a dropout, in one launch; or false.
+  bool sum_masked(const Tensor& out, std::initializer_list<RankProduct> products) const {
+    if constexpr (Backend::kDrops) {
+      std::vector<LowRankTerm> terms;
+      for (const RankProduct& product : products) {
+        if (!product.a || !drops(product)) continue;
+        const Tensor rows = columns(*product.rows, product.first_column, product.a->size(0));
+        const float scale = layers_.at(product.place)->scale_of_kept();
+        terms.push_back({rows, product.a, std::nullopt, 0, masks_[product.place], scale});
+      }
+      return !terms.empty() && Backend::masked_sum(out, terms);
+    }
+    return false;
+  }
+  bool drops(const RankProduct& product) const { return layers_.at(product.place)->dropout > 0; }
 
   template <typename Needed>
   void differentiate_first(const Tensor& dgate, const OptionalTensor& dup, const OptionalTensor& first_rows,
@@ -544,12 +581,8 @@ class Adapted {
       put(kOfA, matrix_view(both, {rank, width}, {width, 1}));
       put(kOfA + 1, matrix_view(both, {rank_of_up, width}, {width, 1}, rank * width));
     } else {
-      const auto put_a = [&](int place, int64_t column, int64_t columns_of_rank) {
-        const Tensor room = drops ? new_dense(like_, {rows_, x_->size(1)}) : *x_;
-        put(kOfA + place, of_weight(columns(*drows, column, columns_of_rank), given_to_adapter(place, *x_, room)));
-      };
-      if (needed(kOfA)) put_a(0, 0, rank);
-      if (needed(kOfA, 1)) put_a(1, up_column(), rank_of_up);
+      if (needed(kOfA)) put(kOfA, of_a(0, columns(*drows, 0, rank), *x_, false));
+      if (needed(kOfA, 1)) put(kOfA + 1, of_a(1, columns(*drows, up_column(), rank_of_up), *x_, false));
     }
     if (needed(kOfWeights)) put(kOfWeights, of_weight(dgate, *x_));
     if (needed(kOfWeights, 1)) put(kOfWeights + 1, of_weight(*dup, *x_));

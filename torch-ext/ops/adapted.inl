@@ -18,9 +18,9 @@ std::vector<Tensor> adapted_forward(const Tensor& x, const std::vector<Tensor>& 
                                     const std::vector<OptionalTensor>& biases, const std::vector<OptionalTensor>& a,
                                     const std::vector<OptionalTensor>& b, const std::vector<double>& scalings,
                                     const std::vector<double>& dropouts, bool wide_dropout, bool up_drops_first,
-                                    bool gated, int64_t activation, int64_t keep) {
+                                    const std::vector<int64_t>& drawn, bool gated, int64_t activation, int64_t keep) {
   return packed_adapted_forward({}, {}, {}, {}, x, weights, biases, a, b, scalings, dropouts, wide_dropout,
-                                up_drops_first, gated, activation, keep);
+                                up_drops_first, drawn, gated, activation, keep);
 }
 
 std::vector<Tensor> packed_adapted_forward(
@@ -28,13 +28,16 @@ std::vector<Tensor> packed_adapted_forward(
     const std::vector<int64_t>& places, const Tensor& x, const std::vector<Tensor>& weights,
     const std::vector<OptionalTensor>& biases, const std::vector<OptionalTensor>& a,
     const std::vector<OptionalTensor>& b, const std::vector<double>& scalings, const std::vector<double>& dropouts,
-    bool wide_dropout, bool up_drops_first, bool gated, int64_t activation, int64_t keep) {
+    bool wide_dropout, bool up_drops_first, const std::vector<int64_t>& drawn, bool gated, int64_t activation,
+    int64_t keep) {
   const std::vector<QuantizedWeight> quantized = weights_of(packed, layouts, offsets);
   AdaptedLayers layers(weights, biases, a, b, scalings, dropouts, gated);
   layers.take(quantized, places);
   layers.check(x, activation);
+  STD_TORCH_CHECK(drawn.empty() || drawn.size() == 2 + kMostLayers, "drawn must be empty, or have 5 elements");
   const Backend::Guard guard(x);
-  return Adapted<Backend>(x, x, layers, activation).forward(static_cast<Keep>(keep), {wide_dropout, up_drops_first});
+  return Adapted<Backend>(x, x, layers, activation)
+      .forward(static_cast<Keep>(keep), {wide_dropout, up_drops_first, drawn});
 }
 
 std::vector<Tensor> adapted_backward(const Tensor& grad, const OptionalTensor& x, const std::vector<Tensor>& weights,

@@ -86,12 +86,12 @@ class _Experts(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *others: Any) -> Tensor:
         *factors, gate_up_bias, down_bias, index, form, scalings = others
         given = x, index, weights, gate_up, down, gate_up_bias, down_bias
-        out, sorted_x, of_gate_up, *rank_rows = native.experts_training_forward(*given, factors, scalings, *form)
+        keeps = ctx.needs_input_grad[2]  # what the gradient of gate_up is made of
+        out, sorted_x, of_gate_up, *rank_rows = native.experts_training_forward(*given, factors, scalings, *form, keeps)
         # They belong to the node, where no hooks have to see what autograd saves: its backward may overwrite them.
         is_own = training._saved_tensors_hooks(False) is None
         ctx.form, ctx.scalings, ctx.own = form, scalings, (of_gate_up, None) if is_own else None
-        of_first = ctx.needs_input_grad[2] or ctx.needs_input_grad[4]  # its weight, or an adapter's first factor
-        kept = sorted_x if of_first else None, None if is_own else of_gate_up, *rank_rows
+        kept = sorted_x if keeps else None, None if is_own else of_gate_up, *rank_rows
         ctx.save_for_backward(x, weights, gate_up, down, *others[:-3], index, *kept)
         return out
 
@@ -110,7 +110,9 @@ class _Experts(torch.autograd.Function):
             found = _composed_gradients(*composed)
         else:
             bits = sum(need << place for place, need in enumerate(needs))
-            _, *weights, a, b, second_a, second_b, gate_up_bias, down_bias = given
+            x, *weights, a, b, second_a, second_b, gate_up_bias, down_bias = given
+            if sorted_x is None and needs[4]:  # the first factor's gradient gathers the tokens
+                sorted_x, bits = x, bits | _OF_TOKENS
             arguments = (grad, sorted_x, of_gate_up, index, *weights, gate_up_bias, down_bias)
             arguments = (*arguments, (a, b, second_a, second_b), ctx.scalings, rank_rows, *ctx.form, bits)
             backward = native.experts_training_backward_ if is_alone else native.experts_training_backward
@@ -128,7 +130,7 @@ class _Traced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, *others: Any) -> Tensor:
         *stacks, index, form = others
-        found = native.experts_training_forward(x, index, weights, *stacks, *_NO_FACTORS, *form)
+        found = native.experts_training_forward(x, index, weights, *stacks, *_NO_FACTORS, *form, True)
         ctx.form = form
         ctx.save_for_backward(weights, *stacks, index, *found[1:])
         return found[0]
@@ -154,7 +156,7 @@ class _Traced(torch.autograd.Function):
 
 _NO_FACTORS = ((None,) * 4, (1.0, 1.0))
 _BEFORE_SUMS, _BEHIND_SUMS = (1, 3, 5), (0, 2, 4)  # of x, shares, weights and biases: the gradients of each call
-_OF_SUMS, _BY_SUMS = 1 << 10, 1 << 11  # as in cuda/experts/experts_training.cpp
+_OF_SUMS, _BY_SUMS, _OF_TOKENS = 1 << 10, 1 << 11, 1 << 12  # as in cuda/experts/experts_training.cpp
 _OPERANDS = 10  # that may have gradients: x, its shares, two weights, four factors, two biases
 
 

@@ -55,14 +55,14 @@ def of_experts(x: Tensor, down_weight: Tensor, transposed: bool) -> Tensor:
 
 
 def _experts_training(
-    x: Tensor, top_k_index: Tensor, gate_up_weight: Tensor, down_weight: Tensor, transposed: bool
+    x: Tensor, top_k_index: Tensor, gate_up_weight: Tensor, down_weight: Tensor, transposed: bool, keeps_sorted: bool
 ) -> List[Tensor]:
     """The result, and what is kept of rows sorted into blocks of 128 of one expert, as many as there can be."""
     slots = top_k_index.shape[0] * top_k_index.shape[1]
     blocks = (slots + torch.sym_min(gate_up_weight.shape[0], slots) * 127) // 128
     width = gate_up_weight.shape[2 if transposed else 1]
-    kept = (x.new_empty((blocks * 128, columns)) for columns in (x.shape[1], width))
-    return [of_experts(x, down_weight, transposed), *kept]
+    sorted_x = x.new_empty((blocks * 128, x.shape[1])) if keeps_sorted else x.new_empty(0)
+    return [of_experts(x, down_weight, transposed), sorted_x, x.new_empty((blocks * 128, width))]
 
 
 def _experts_gradients(
