@@ -365,7 +365,10 @@ struct Cuda {
                         .kept = bits_of(mask)};
     const bool fits = product.fits() && layer.a->stride(1) == 1;
     if (!fits) product.out = kNoMatrix;
-    check(architecture_of(gpu(x.get_device_index()))->dropped->rows(product, current_stream(x)));
+    const Architecture* const architecture = architecture_of(gpu(x.get_device_index()));
+    STD_TORCH_CHECK(architecture != nullptr && architecture->dropped != nullptr && cols % kWordColumns == 0,
+                    "there is no kernel that draws for these dropouts");
+    check(architecture->dropped->rows(product, current_stream(x)));
     if (!fits) {
       const Tensor masked = new_dense(x, {count, cols});
       Cuda::mask(masked, flat, mask, layer.scale_of_kept(), false);

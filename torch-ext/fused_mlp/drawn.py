@@ -10,8 +10,7 @@ from torch import Tensor
 
 _BLOCK, _OF_THREAD = 256, 4  # threads of a block of torch's kernel, and numbers that one of them takes at a time
 _COLUMNS = 32  # those of a word of the mask
-# The largest dropout: torch's floats that are less than the probability of the rest have few values in front of 0.
-_MOST = 0.99
+_MOST = 0.99  # the largest dropout: with one close to 1 no number may keep anything
 _NOTHING: List[int] = []
 
 
