@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Optional, Tuple
 
+import torch
 from torch import Tensor, nn
 
 from ... import dispatch
 from ...autograd import training
 from . import forwards, plans, sequences, shortcut, split_mlps
 
-_plain, _least_sum = shortcut.plain, dispatch.LEAST_SUM.get
+_plain, _least_sum, _tracing_state = shortcut.plain, dispatch.LEAST_SUM.get, torch._C._get_tracing_state
 _forward = nn.Sequential.forward
 _sequences = dict.fromkeys((_forward, *sequences.SEQUENTIAL.values()), split_mlps.Segment(_forward, None, None, None))
 
@@ -53,7 +54,9 @@ def summed(
     plan: plans.Plan, owner: Optional[nn.Module], x: Tensor, residual: Tensor, operands: Tuple[Any, ...] = ()
 ) -> Optional[Tensor]:
     """The block of ``x + residual``, a norm, an MLP and a sum, as one node of autograd; None where it is none."""
-    is_sum = _plain is not None and type(x) is type(residual) is Tensor and x.numel() >= _least_sum(x.dtype, 0)
+    if _plain is None or _tracing_state() is not None:  # which warns of sizes that are compared
+        return None
+    is_sum = type(x) is type(residual) is Tensor and x.numel() >= _least_sum(x.dtype, 0)
     if not is_sum or x.shape != residual.shape or x.dtype is not residual.dtype or x.device != residual.device:
         return None
     if not shortcut.is_grad_enabled():
