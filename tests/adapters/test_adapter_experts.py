@@ -16,9 +16,9 @@ import fuzz_experts
 import machine
 import mixtures
 import reference
+from expert_calls import drawn, forms, hopper, loop, trained_by_kernels
 from reference import FORMULAS
 from safety import alike, assert_close, count_calls
-from test_experts import drawn, forms, hopper, loop, trained_by_kernels
 
 TARGETS = ["experts.gate_up_proj", "experts.down_proj"]
 MODELS = ("qwen3_moe", "mixtral", "gpt_oss")

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+import expert_calls
 import layouts
 import machine
 import reference
 import special_values
-import test_experts
 from reference import ACTIVATIONS, FORMULAS, FUNCTIONS, ROUNDINGS, assert_no_worse_than_eager, operands
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -266,37 +266,37 @@ def test_tf32_where_pytorch_was_told_to(forced, device, function):
 
 
 @dtypes
-def test_experts_of_any_form(forced, device, dtype):
-    for form in test_experts.forms():
+def expert_calls_of_any_form(forced, device, dtype):
+    for form in expert_calls.forms():
         with reference.poisoned_memory(device):
-            made = test_experts.drawn(5, 2, 3, (20, 12, 17), dtype=dtype, device=device, biases=True, **form)
-            test_experts.check(forced, "triton", made, **form)
+            made = expert_calls.drawn(5, 2, 3, (20, 12, 17), dtype=dtype, device=device, biases=True, **form)
+            expert_calls.check(forced, "triton", made, **form)
 
 
 EXPERTS = [(1, 1, 1, (1, 1, 1)), (0, 2, 3, (8, 8, 8)), (2, 2, 3, (4, 0, 6)), (40, 2, 3, (70, 34, 130))]
 
 
 @pytest.mark.parametrize("case", EXPERTS, ids=str)
-def test_experts_of_any_shape(forced, device, case):
-    test_experts.check(forced, "triton", test_experts.drawn(*case, dtype=torch.half, device=device))
+def expert_calls_of_any_shape(forced, device, case):
+    expert_calls.check(forced, "triton", expert_calls.drawn(*case, dtype=torch.half, device=device))
 
 
-@pytest.mark.parametrize("routing", test_experts.ROUTINGS)
-def test_experts_of_any_routing(forced, device, routing):
-    made = test_experts.drawn(30, 3, 8, (8, 8, 8), device=device)
-    test_experts.ROUTINGS[routing](made["top_k_index"], 8)
+@pytest.mark.parametrize("routing", expert_calls.ROUTINGS)
+def expert_calls_of_any_routing(forced, device, routing):
+    made = expert_calls.drawn(30, 3, 8, (8, 8, 8), device=device)
+    expert_calls.ROUTINGS[routing](made["top_k_index"], 8)
     made["top_k_weights"] = torch.rand(30, 3, device=device)
-    test_experts.check(forced, "triton", made)
+    expert_calls.check(forced, "triton", made)
 
 
 def test_many_experts(forced, device):
-    test_experts.check(forced, "triton", test_experts.drawn(5, 2, 130, (3, 2, 3), device=device))
+    expert_calls.check(forced, "triton", expert_calls.drawn(5, 2, 130, (3, 2, 3), device=device))
 
 
-def test_experts_as_an_op(forced, device):
+def expert_calls_as_an_op(forced, device):
     ops = importlib.import_module(f"{forced.__name__}._ops").ops
     sample = (
-        *test_experts.drawn(2, 2, 2, (3, 4, 5), device=device, biases=True).values(),
+        *expert_calls.drawn(2, 2, 2, (3, 4, 5), device=device, biases=True).values(),
         4,
         True,
         False,

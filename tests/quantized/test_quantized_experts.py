@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import reference
+from expert_calls import GPT_OSS, drawn, eager, exact, hopper
 from reference import FORMULAS, assert_no_worse_than_eager
-from test_experts import GPT_OSS, drawn, eager, exact, hopper
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FORMATS = ("fp8", "mxfp4")
