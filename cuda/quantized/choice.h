@@ -31,7 +31,7 @@ struct CodedPlan {
 // Up to so many rows of a streamed kernels are the fastest, up to that many where there are no tiled ones; tiled ones
 // up to the last. Weights are decoded before products of more rows (measured on an H200).
 constexpr int64_t most_streamed_rows(Coding coding, bool gated) { return !in_bytes(coding) ? 32 : gated ? 8 : 16; }
-constexpr int64_t most_tokens(Coding coding) { return in_bytes(coding) ? 32 : 64; }
+constexpr int64_t most_tokens(Coding coding) { return in_bytes(coding) ? 32 : coding == Coding::kInt4Tiles ? 128 : 64; }
 constexpr int64_t most_tiled_rows(Coding coding) { return in_bytes(coding) ? 384 : 512; }
 
 // Up to so many rows of a are multiplied as they are, where scaled kernels take more: small weights have few tiles.

@@ -136,7 +136,8 @@ def test_code_for_every_arch_is_there(cuda_variant, extension, cuobjdump):
 
 
 def test_extension_is_small(extension):
-    """Grouped products for five architectures take 1.2 MiB of it, kernels of FP8 weights 0.75, of int4 in tiles 0.1."""
+    """Grouped products for five architectures take 1.2 MiB of it, kernels that read FP8 weights 0.75, int4 in tiles
+    0.1."""
     assert extension.stat().st_size <= 16.6 * MIB
 
 

@@ -201,7 +201,7 @@ def test_on_a_cpu_they_are_left(fused_mlp, device):
 
 @pytest.mark.skipif(not HOPPER, reason="kernels of few rows are Hopper's")
 @pytest.mark.parametrize("shape", [(13, 1088, 64), (264, 320, 128), (72, 2048, 256), (1000, 64, 1024)])
-@pytest.mark.parametrize("rows", [1, 3, 9, 17, 33, 64])
+@pytest.mark.parametrize("rows", [1, 3, 9, 17, 33, 64, 100])
 def test_kernels_of_few_rows(fused_mlp, device, rows, shape):
     """Scales of no column, which are no numbers here, are part of no sum."""
     weights, values = [], []

@@ -203,9 +203,10 @@ def test_two_weights_are_decoded_at_a_time(fused_mlp, device, memory):
         values = torch.randint(-128, 128, sizes, dtype=torch.int8, device=device)
         weights.append(fused_mlp.QuantizedWeight.from_int8(values, torch.ones(sizes[0], device=device), divisor=127))
     x = torch.randn(8, 1024, device=device, dtype=torch.bfloat16, requires_grad=True)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    fused_mlp.gated_mlp(x, *weights, activation="silu", memory=memory).sum().backward()
+    for _ in range(2):  # the first brings cuBLAS its workspace
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        fused_mlp.gated_mlp(x, *weights, activation="silu", memory=memory).sum().backward()
     of_one = 2 * weights[0].numel()
     assert 2 * of_one <= torch.cuda.max_memory_allocated() - before < 2.5 * of_one
