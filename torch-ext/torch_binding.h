@@ -278,13 +278,15 @@ std::vector<Tensor> adapted_backward(const Tensor& grad, const OptionalTensor& x
 
 // The same over quantised weights, in the lists of quantized_mlp, of layers whose places among those that are there are
 // given; in `weights` these have tensors of their shapes. Each is decoded when it is needed, and then forgotten.
-std::vector<Tensor> packed_adapted_forward(
-    const std::vector<OptionalTensor>& packed, const std::vector<int64_t>& layouts, const std::vector<double>& offsets,
-    const std::vector<int64_t>& places, const Tensor& x, const std::vector<Tensor>& weights,
-    const std::vector<OptionalTensor>& biases, const std::vector<OptionalTensor>& a,
-    const std::vector<OptionalTensor>& b, const std::vector<double>& scalings, const std::vector<double>& dropouts,
-    bool wide_dropout, bool up_drops_first, const std::vector<int64_t>& drawn, bool gated, int64_t activation,
-    int64_t keep);
+std::vector<Tensor> packed_adapted_forward(const std::vector<OptionalTensor>& packed,
+                                           const std::vector<int64_t>& layouts, const std::vector<double>& offsets,
+                                           const std::vector<int64_t>& places, const Tensor& x,
+                                           const std::vector<Tensor>& weights,
+                                           const std::vector<OptionalTensor>& biases,
+                                           const std::vector<OptionalTensor>& a, const std::vector<OptionalTensor>& b,
+                                           const std::vector<double>& scalings, const std::vector<double>& dropouts,
+                                           bool wide_dropout, bool up_drops_first, const std::vector<int64_t>& drawn,
+                                           bool gated, int64_t activation, int64_t keep);
 std::vector<Tensor> packed_adapted_backward(
     const std::vector<OptionalTensor>& packed, const std::vector<int64_t>& layouts, const std::vector<double>& offsets,
     const std::vector<int64_t>& places, const Tensor& grad, const OptionalTensor& x, const std::vector<Tensor>& weights,

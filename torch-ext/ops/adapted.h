@@ -600,8 +600,8 @@ class Adapted {
     if (!up) return add_products(flat(dx), {{drows, first.a, 0, 0}}, {{dgate, weight}});
     const Tensor up_weight = up->values();
     if (first.dropout == 0 && up->dropout == 0) {
-        auto kernel = Backend::input_gradient(Products{{dgate, weight}, {*dup, up_weight}},
-                                              LowRankTerm{drows, first.a, up_a, up_column()});
+      auto kernel = Backend::input_gradient(Products{{dgate, weight}, {*dup, up_weight}},
+                                            LowRankTerm{drows, first.a, up_a, up_column()});
       if (kernel) return kernel.launch(flat(dx));
     }
     add_products(flat(dx), {{drows, first.a, 0, 0}, {drows, up_a, up_column(), 1}},

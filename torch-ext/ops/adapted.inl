@@ -23,13 +23,15 @@ std::vector<Tensor> adapted_forward(const Tensor& x, const std::vector<Tensor>& 
                                 up_drops_first, drawn, gated, activation, keep);
 }
 
-std::vector<Tensor> packed_adapted_forward(
-    const std::vector<OptionalTensor>& packed, const std::vector<int64_t>& layouts, const std::vector<double>& offsets,
-    const std::vector<int64_t>& places, const Tensor& x, const std::vector<Tensor>& weights,
-    const std::vector<OptionalTensor>& biases, const std::vector<OptionalTensor>& a,
-    const std::vector<OptionalTensor>& b, const std::vector<double>& scalings, const std::vector<double>& dropouts,
-    bool wide_dropout, bool up_drops_first, const std::vector<int64_t>& drawn, bool gated, int64_t activation,
-    int64_t keep) {
+std::vector<Tensor> packed_adapted_forward(const std::vector<OptionalTensor>& packed,
+                                           const std::vector<int64_t>& layouts, const std::vector<double>& offsets,
+                                           const std::vector<int64_t>& places, const Tensor& x,
+                                           const std::vector<Tensor>& weights,
+                                           const std::vector<OptionalTensor>& biases,
+                                           const std::vector<OptionalTensor>& a, const std::vector<OptionalTensor>& b,
+                                           const std::vector<double>& scalings, const std::vector<double>& dropouts,
+                                           bool wide_dropout, bool up_drops_first, const std::vector<int64_t>& drawn,
+                                           bool gated, int64_t activation, int64_t keep) {
   const std::vector<QuantizedWeight> quantized = weights_of(packed, layouts, offsets);
   AdaptedLayers layers(weights, biases, a, b, scalings, dropouts, gated);
   layers.take(quantized, places);
