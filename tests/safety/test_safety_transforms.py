@@ -168,9 +168,9 @@ def test_forward_mode_of_frozen_weights(fused_mlp, device, way, kind, with_grad)
 
 @kinds
 def test_second_derivatives(fused_mlp, device, kind):
-    _, fused = pair(fused_mlp, "fuse_mlps", kind(TanhGelu, sizes=(5, 6, 4)[: 2 if kind is Intermediate else 3]))
+    _, fused = pair(fused_mlp, "fuse_mlps", kind(TanhGelu, sizes=(9, 6, 4)[: 2 if kind is Intermediate else 3]))
     fused.to(device, torch.float64)
-    x = torch.randn(2, 5, device=device, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, 9, device=device, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(fused, x)
     assert torch.autograd.gradgradcheck(fused, x)
 

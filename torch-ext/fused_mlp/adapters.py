@@ -265,8 +265,10 @@ def run_parts(
         if pattern.packed:
             lists, count = _unpacked(lists, pattern.up_first), count + 1
         if not (recorded or is_packed):
-            dropouts = [0.0 if at is None else lists[-1][at] for at in _PLACES[pattern.gated, count]]
-            numbers = drawn.taken(x, lists[0][0].shape[0], dropouts, pattern.up_before)
+            numbers = drawn.NOTHING
+            if any(lists[-1]):
+                dropouts = [0.0 if at is None else lists[-1][at] for at in _PLACES[pattern.gated, count]]
+                numbers = drawn.taken(x, lists[0][0].shape[0], dropouts, pattern.up_before)
             return _plain_forward(x, *lists, False, pattern.up_before, numbers, pattern.gated, code, _NOTHING)[0]
         places, packed = _PLACES[pattern.gated, count], None
         weights, biases, a, b = ([None if at is None else each[at] for at in places] for each in lists[:4])
@@ -315,7 +317,7 @@ def _op(
         return quantized.run(x, layers, activation)
     if packed is not None and not any(factors.dropouts) and dispatch.has_few_rows(x):
         return composed(x, layers, activation)
-    numbers = _numbers(x, packed, tensors, factors)
+    numbers = _numbers(x, packed, tensors, factors) if any(factors.dropouts) else drawn.NOTHING
 
     def arguments(tensors: Sequence[Optional[Tensor]]) -> Tuple[Any, ...]:
         return (x, *_arguments(tensors, factors, numbers), layers.up is not None, activation, _NOTHING)
@@ -495,7 +497,7 @@ class _Adapted(torch.autograd.Function):
         held = there = tuple([tensor is not None for tensor in given])
         if packed is not None:
             there = (True, *[is_held or weight is not None for is_held, weight in zip(held[1:], packed)], *held[4:])
-        numbers = _numbers(x, packed, tensors, factors)
+        numbers = _numbers(x, packed, tensors, factors) if any(factors.dropouts) else drawn.NOTHING
 
         def arguments(whole: Sequence[Optional[Tensor]]) -> Tuple[Any, ...]:
             return (x, *_arguments(whole, factors, numbers), there[2], activation, keep)

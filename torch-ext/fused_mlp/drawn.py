@@ -11,7 +11,7 @@ from torch import Tensor
 _BLOCK, _OF_THREAD = 256, 4  # threads of a block of torch's kernel, and numbers that one of them takes at a time
 _COLUMNS = 32  # those of a word of the mask
 _MOST = 0.99  # the largest dropout: with one close to 1 no number may keep anything
-_NOTHING: List[int] = []
+NOTHING: List[int] = []  # where torch is to draw
 
 
 def taken(x: Tensor, hidden: int, dropouts: Sequence[float], up_first: bool) -> List[int]:
@@ -21,8 +21,6 @@ def taken(x: Tensor, hidden: int, dropouts: Sequence[float], up_first: bool) -> 
     where torch is to draw: in the capture of a graph, which takes numbers at each replay, or where tensors are small,
     or of another form.
     """
-    if not any(dropouts):
-        return _NOTHING
     threads, columns, count = _threads(x.device.index), x.shape[-1], x.numel()
     widths = (columns, columns, hidden)
     sizes = [count // columns * width if drop > 0.0 else 0 for width, drop in zip(widths, dropouts)]
@@ -30,11 +28,11 @@ def taken(x: Tensor, hidden: int, dropouts: Sequence[float], up_first: bool) -> 
     for size, width in zip(sizes, widths):
         fits = fits and (size == 0 or (size >= threads and width % _COLUMNS == 0))
     if not fits or torch.cuda.is_current_stream_capturing():
-        return _NOTHING
+        return NOTHING
     generator = torch.cuda.default_generators[x.device.index]
     seed, offset = generator.initial_seed(), generator.get_offset()
     if offset % _OF_THREAD != 0:
-        return _NOTHING
+        return NOTHING
     found = [seed - (seed >> 63 << 64), threads, 0, 0, 0]
     for place in (1, 0, 2) if up_first else (0, 1, 2):
         found[2 + place] = offset
