@@ -428,5 +428,5 @@ def test_a_sum_in_front_is_of_the_node_of_its_block(fused_mlp, device, monkeypat
         with torch.no_grad():
             assert torch.equal(model(*given), y)
     assert any(sums) == (kind is Taken and sizes[0] == sizes[1])
-    for right, got in zip(*found, strict=True):
-        torch.testing.assert_close(got, right, rtol=1e-3, atol=1e-3)
+    for right, got in zip(*found, strict=True):  # second gradients of large products by the norm: single values cancel
+        assert (got - right).norm() <= 1e-3 * right.norm() + 1e-5
