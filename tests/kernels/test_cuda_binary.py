@@ -107,9 +107,10 @@ def test_products_of_fp8_use_tensor_cores_of_fp8_and_tma(cuobjdump, hopper_cubin
         assert {"QGMMA", "UTMALDG"} <= code, name
 
 
-# The gradient of experts that train, whose epilogue holds the sums of its rows beside those of the tile, and the bytes
-# that it keeps in local memory. It is measured as it is; no other kernel may, and this one no more.
-SPILLED = {"GroupedTilesI.*ProductE5": 16}
+# Bytes that kernels keep in local memory: the gradient of experts that train, whose epilogue holds the sums of its rows
+# beside those of the tile, and the gradient of an adapter's factor behind dropout, of two columns a thread. They are
+# measured as they are; no other kernel may, and these no more.
+SPILLED = {"GroupedTilesI.*ProductE5": 16, "masked_outer_kernelI.*Li2E": 16}
 
 
 def spilled(name: str) -> int:
@@ -137,8 +138,8 @@ def test_code_for_every_arch_is_there(cuda_variant, extension, cuobjdump):
 
 def test_extension_is_small(extension):
     """Grouped products for five architectures take 1.2 MiB of it, kernels that read FP8 weights 0.75, int4 in tiles
-    0.1."""
-    assert extension.stat().st_size <= 16.6 * MIB
+    and those of adapters 0.1 each."""
+    assert extension.stat().st_size <= 16.8 * MIB
 
 
 def test_extension_keeps_its_statics_to_itself(cuda_variant, extension):
