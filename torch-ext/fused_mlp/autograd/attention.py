@@ -2,8 +2,7 @@
 
 The projections are torch's products, or on Hopper GPUs ours, which the host launches in less time. Their node adds up
 the gradient of the input by the products themselves, where autograd would add up those of the layers one by one, and
-sums the gradients of all biases in one kernel. A gradient
-that is differentiated in its turn is composed.
+sums the gradients of all biases in one kernel. A gradient that is differentiated in its turn is composed.
 """
 
 from __future__ import annotations

@@ -19,11 +19,11 @@ from torch import Tensor
 from ..backends import native, reference
 from . import attention, nodes, norms, training
 
-# The nodes take the seven operands of ``training_forward``; the residual, or None of ``_PreNormed`` where x is a sum
-# already; weight and bias of
-# the norm; and in a tuple, as torch looks long at each argument that is no tensor: eps and code of the norm
-# (torch-ext/ops/norm.h); the activation's code; ``up_first`` and ``keep`` of ``training_forward``, None of a single
-# layer; and the probability of a dropout, 0 for none. They are for calls that nothing traces or watches.
+# The nodes take the seven operands of ``training_forward``; the residual, or None, for ``_PreNormed`` where x is the
+# sum already; weight and bias of the norm; and in a tuple, as torch looks long at each argument that is no tensor: eps
+# and code of the norm (torch-ext/ops/norm.h); the activation's code; ``up_first`` and ``keep`` of ``training_forward``,
+# None of a single layer; and the probability of a dropout, 0 for none. They are for calls that nothing traces or
+# watches.
 
 # Past torch's dispatcher, in one call; None where that has to see the ops (torch-ext/calls/direct/ops.h).
 _pre_normed_forward, _post_normed_forward = (

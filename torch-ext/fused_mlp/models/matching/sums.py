@@ -44,6 +44,8 @@ def _call_in(statement: ast.stmt, callees: Set[str], plans: Dict[str, Any]) -> O
 
 
 def _start(function: ast.FunctionDef, block: List[ast.stmt], index: int, call: ast.Call) -> Optional[int]:
+    """The place of the sum that both operands of a call at ``index`` name; None where something else reads it, or
+    stands between."""
     wanted, start = {call.args[2].id, call.args[3].id}, index
     while start > 0:
         start -= 1
