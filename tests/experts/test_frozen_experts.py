@@ -28,7 +28,7 @@ def made(kind, device, trained=()):
         module = kind(config).bfloat16()
     for name, parameter in module.named_parameters():
         torch.nn.init.normal_(parameter, std=0.05)
-        parameter.requires_grad_(name.removesuffix("_bias") in trained)
+        parameter.requires_grad_(name in trained or trained == WEIGHTS)
     return module
 
 
