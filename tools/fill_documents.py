@@ -760,9 +760,9 @@ def coverage_sentence() -> str:
     experts, experts_fused, experts_pointwise, _ = counts("MoE experts")
     return (
         f"Of the {total} MLPs in the {types} model types of transformers {version} that a configuration builds, "
-        f"{fused / total:.1%} are fused, and {(fused + pointwise) / total:.1%} with those of which only "
-        f"`act(gate) * up` is. Groups of experts: of {experts}, {experts_fused / experts:.1%} are fused whole on a "
-        f"CPU, and {experts_pointwise} in the product alone."
+        f"{fused / total:.1%} are fused, and {(fused + pointwise) / total:.1%} with those that have only "
+        f"`act(gate) * up` fused. Groups of experts: of {experts}, {experts_fused / experts:.1%} are fused whole on a "
+        f"CPU, and {experts_pointwise} in the product only."
     )
 
 
