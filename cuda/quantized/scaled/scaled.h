@@ -27,7 +27,7 @@ struct ScaledExperts {
   const int* count = nullptr;
   const int* token_of_row = nullptr;              // if rows of a are tokens, and not sorted
   int64_t weight_rows = 0, scales_of_expert = 0;  // distance from one expert to the next
-  int* taken = nullptr;                           // the tiles that CTAs have taken behind their first: 0 at first
+  int* taken = nullptr;                           // the number of tiles taken by CTAs after their first: 0 at first
 };
 
 constexpr int kScaledTile = 128;

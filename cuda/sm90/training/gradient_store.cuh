@@ -1,10 +1,10 @@
 // The epilogue of the product dy W, the gradient of the hidden values: it becomes the gradients of gate and up in
-// registers, and is never stored. What the forward kept comes through slots of shared memory, which a thread beside the
-// producer of each warpgroup fills steps ahead and across tiles: 64 rows of gate and up, kStepN columns at a time. Each
-// warp writes the gradients of its 16 rows over what they are made of, the hidden values into a buffer of its own, and
-// the TMA stores both. A slot is free for the next load when it has done so.
+// registers, and is never stored. What the forward kept arrives in slots of shared memory. One thread per warpgroup, in
+// addition to the producer, fills them steps ahead and across tiles: 64 rows of gate and up, kStepN columns at a time.
+// Each warp writes the gradients of its 16 rows over their operands, and the hidden values into a buffer of its own,
+// and the TMA stores both. Then the slot is free for the next load.
 //
-// Rows that are grouped by weights are each multiplied by a number, which the products around this one leave out.
+// If rows are grouped by weights, each is multiplied by a number, which the products around this one leave out.
 #pragma once
 
 #include "../../gemm/epilogue.cuh"
