@@ -12,7 +12,7 @@
 #include "../torch_binding.h"
 #include "norm.h"
 
-// A norm by itself, or of a sum, forward and backward, by a backend's kernels.
+// A single norm, or a norm of a sum, forward and backward, by a backend's kernels.
 namespace fused_mlp {
 
 // Bits of `needs`.
@@ -82,13 +82,13 @@ std::vector<Tensor> sum_normed(const Tensor& x, const Tensor& residual, const Bl
   return {y, sum, statistics, *kept};
 }
 
-// The gradients that are asked for, in the order of their bits.
+// The required gradients, in the order of their bits.
 struct NormGradientsOf {
   OptionalTensor x, weight, bias, dropped, dropped_bias;
 };
 
-// Backend::gradients(rows of x, of grad, of the residual's gradient or null, norm, statistics, mask, dropout, those
-//                    that are asked for)
+// Backend::gradients(rows of x, of grad, of the residual's gradient or null, norm, statistics, mask, dropout, the
+// required gradients)
 template <typename Backend>
 std::vector<Tensor> norm_gradients(const Tensor& grad, const Tensor& x, const OptionalTensor& weight,
                                    const Tensor& statistics, const OptionalTensor& residual_grad,
