@@ -49,7 +49,7 @@ namespace sm90 {
 extern const Architecture kArchitecture;
 }
 
-// The architecture of a GPU itself, or null.
+// The architecture that is a GPU's own, or null.
 const Architecture* architecture_of(const Gpu& gpu);
 
 // The architecture whose kernels compute the experts of a call in inference: the GPU's own, or one considered in

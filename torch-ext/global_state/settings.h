@@ -52,8 +52,8 @@ struct Settings {
   PyObject* composed;        // a function of a pattern and operands: computes them part by part; None if it cannot
   PyObject* modes;           // (number of modes for torch functions, the mode of an index, class of those that
                              // change nothing here, class of a context in which none intercepts anything)
-  PyObject* empty;           // dictionaries that are not empty there
-  PyObject* unchanged;       // triples (owner, name, value): attributes that have another value there
+  PyObject* empty;           // dictionaries that are not empty if every call is observed
+  PyObject* unchanged;       // triples (owner, name, value): attributes that differ if every call is observed
   PyObject* exchange;        // the arguments of configure_direct_calls()
   PyObject* is_negated;
   PyObject* empty_like;
