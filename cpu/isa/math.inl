@@ -1,7 +1,7 @@
 // Vectors of fp32 and the activations on them. Included once per instruction set, inside that set's namespace and under
-// its target pragma, with kWidth (the number of lanes) defined, and FUSED_MLP_PERMUTES where AVX-512 has intrinsics. It
-// must not include anything itself, lest code of other headers be compiled for an instruction set that the CPU may
-// lack.
+// its target pragma, with kWidth (the number of lanes) defined, and FUSED_MLP_PERMUTES if AVX-512 has intrinsics. It
+// must not include anything itself, otherwise code of other headers would be compiled for an instruction set that the
+// CPU may lack.
 
 #define FUSED_MLP_INLINE static inline __attribute__((always_inline))
 

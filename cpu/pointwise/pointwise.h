@@ -33,12 +33,12 @@ constexpr int64_t kSumsStep = 64;  // memory for sums has a multiple of this
 struct PointwiseKernels {
   // out = act(x)
   void (*act)(const PointwiseShape& shape, int64_t activation, Matrix x, Matrix out);
-  // dx = grad * act'(x) and, where values.data is not null, values = act(x)
+  // dx = grad * act'(x) and, if values.data is not null, values = act(x)
   void (*act_backward)(const PointwiseShape& shape, int64_t activation, Matrix grad, Matrix x, Matrix dx,
                        Matrix values);
   // out = act(gate) * up
   void (*act_and_mul)(const PointwiseShape& shape, int64_t activation, Matrix gate, Matrix up, Matrix out);
-  // dgate = grad * up * act'(gate), dup = grad * act(gate) and, where values.data is not null, values = act(gate) * up
+  // dgate = grad * up * act'(gate), dup = grad * act(gate) and, if values.data is not null, values = act(gate) * up
   void (*act_and_mul_backward)(const PointwiseShape& shape, int64_t activation, Matrix grad, Matrix gate, Matrix up,
                                Matrix dgate, Matrix dup, Matrix values);
   // out[c] = sum of x[r][c] over all rows r, of bfloat16

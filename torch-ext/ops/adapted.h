@@ -192,22 +192,22 @@ using RankFactors = std::array<RankFactorOf, 2>;
 // the values before the activation.
 enum class Keep : int64_t { kNothing, kRows, kValues };
 
-// Backend: what backward.h asks of one, and
-//   kAddsRankLast                 whether x weight^T is computed first: there are kernels for it that add to nothing
+// Backend: the requirements of backward.h, and
+//   kAddsRankLast                 whether x weight^T is computed first, because there are kernels that cannot add it
 //   scaled_mm(out, a, b, scale)   out = scale a b
-//   rank_rows(out, x, factors, ctas_before)  the columns of `out` that factors say, by a kernel of its own; returns its
-//                                 CTAs, or 0 where there is none. `ctas_before` are those of the kernel that wrote x
-//                                 and was launched right before, or 0
-//   kDrops                        whether it has the following ones of dropouts
-//   drop(x, p, wide)              x, of any leading dimensions, behind torch's dropout
-//   mask(out, x, mask, scale, adds)  out = scale x where it was kept, else 0; where it `adds`, out += that
-//   drawn_rows(rows, x, factor, drawing, place)  the columns of `rows` that a factor says, behind its dropout, whose
-//                                 numbers are taken; returns the mask
+//   rank_rows(out, x, factors, ctas_before)  the columns of `out` given by factors, in one kernel; returns the number of
+//                                 its CTAs, or 0 if there is no such kernel. `ctas_before` are those of the kernel that
+//                                 wrote x and was launched right before, or 0
+//   kDrops                        whether it has the following functions for dropouts
+//   drop(x, p, wide)              x, of any leading dimensions, after torch's dropout
+//   mask(out, x, mask, scale, adds)  out = scale x if it was kept, else 0; with `adds`, out += that
+//   drawn_rows(rows, x, factor, drawing, place)  the columns of `rows` given by a factor, after its dropout, whose
+//                                 numbers are reserved; returns the mask
 //   masked_sum(out, terms)        out = the sum of terms, each masked; or false
 //   masked_outer(grad, x, mask, scale)  grad^T x of the elements that were kept, scaled; or nothing
-//   layer(x, first, activation, term, ctas_before)  a kernel, or none, whose launch(out) is a layer of inference, and
-//                                 ctas() how many it has; the one right before has written rows of the term
-// where kept_values, hidden_gradients and input_gradient are given a LowRankTerm too.
+//   layer(x, first, activation, term, ctas_before)  a kernel, or none; launch(out) computes a layer of inference, and
+//                                 ctas() is its number of CTAs; the previous kernel has written the rows of the term
+// kept_values, hidden_gradients and input_gradient also receive a LowRankTerm.
 template <typename Backend>
 class Adapted {
  public:

@@ -145,21 +145,21 @@ struct NoKernel {
 //   linear_into(out, x, weight, bias)  out = x weight^T + bias, of matrices
 //   mm(out, a, b)                out = a b
 //   add_mm(out, a, b)            out += a b
-//   kHasSums                     whether its mm writes the product of float16 or bfloat16 to float32 too, and there is
-//                                add(sum, term), sum += term, of float32 tensors that lie alike and without gaps
-//   batches(like, out, in)       whether two products that make gradients of weights [out, in], of the dtype of a
-//                                tensor, take less time as one batch
+//   kHasSums                     whether its mm can write products of float16 or bfloat16 to float32, and there is
+//                                add(sum, term), sum += term, for float32 tensors of the same layout without gaps
+//   batches(like, out, in)       whether two products that compute gradients of weights [out, in], in the dtype of
+//                                `like`, take less time as one batch
 //   mm_both(out, up_out, a, up_a, x)  that batch, out = a^T x and up_out = up_a^T x; it may exchange the two outputs
-//   column_sums(x, dtype)        the sums [cols] of the columns of a matrix, of x's dtype or the given one
-//   rows(x)                      x [..., cols] as a matrix whose rows have adjacent elements, if it can, without a copy
+//   column_sums(x, dtype)        the sums [cols] of the columns of a matrix, in x's dtype or the given one
+//   rows(x)                      x [..., cols] as a matrix whose rows have adjacent elements, if possible without a copy
 //   apply(gate, up, out, activation)                       out = act(gate) * up, or without up, act(gate)
 //   differentiate(grad, gate, up, dgate, dup, values, activation)  the gradients of gate and up, and unless values is
 //                                                          null, apply; outputs may be inputs
-//   kept_values(x, first, activation)                      a kernel, or none, whose launch(gate, up, values) is
+//   kept_values(x, first, activation)                      a kernel, or none; launch(gate, up, values) is
 //                                                          linear_into for gate and for up, and apply
-//   hidden_gradients(grad, weight, gate, up, activation)   a kernel, or none, whose launch(dgate, dup, values) is mm,
+//   hidden_gradients(grad, weight, gate, up, activation)   a kernel, or none; launch(dgate, dup, values) is mm,
 //                                                          differentiate and, unless values is null, apply
-//   input_gradient(products)     a kernel, or none, whose launch(dx) is mm, and add_mm, of one to three Products
+//   input_gradient(products)     a kernel, or none; launch(dx) is mm and add_mm for one to three Products
 template <typename Backend>
 class Backward {
  public:

@@ -60,8 +60,8 @@ std::tuple<Tensor, Tensor> normed(const Tensor& x, const BlockNorm& given, bool 
   return {y, statistics};
 }
 
-// Backend::kSums: whether there are sums behind a dropout, and their gradients.
-// Backend::drop(x, p): x behind torch's dropout, and the mask
+// Backend::kSums: whether sums after a dropout, and their gradients, are supported.
+// Backend::drop(x, p): x after torch's dropout, and the mask
 // Backend::sum_norm(rows of x, of the residual, norm, sum, y, statistics): sum may be x
 template <typename Backend>
 std::vector<Tensor> sum_normed(const Tensor& x, const Tensor& residual, const BlockNorm& given, double dropout) {
