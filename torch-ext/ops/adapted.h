@@ -195,8 +195,8 @@ enum class Keep : int64_t { kNothing, kRows, kValues };
 // Backend: the requirements of backward.h, and
 //   kAddsRankLast                 whether x weight^T is computed first, because there are kernels that cannot add it
 //   scaled_mm(out, a, b, scale)   out = scale a b
-//   rank_rows(out, x, factors, ctas_before)  the columns of `out` given by factors, in one kernel; returns the number of
-//                                 its CTAs, or 0 if there is no such kernel. `ctas_before` are those of the kernel that
+//   rank_rows(out, x, factors, ctas_before)  the columns of `out` given by factors, in one kernel; returns its number
+//                                 of CTAs, or 0 if there is no such kernel. `ctas_before` are those of the kernel that
 //                                 wrote x and was launched right before, or 0
 //   kDrops                        whether it has the following functions for dropouts
 //   drop(x, p, wide)              x, of any leading dimensions, after torch's dropout

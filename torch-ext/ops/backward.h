@@ -151,7 +151,7 @@ struct NoKernel {
 //                                `like`, take less time as one batch
 //   mm_both(out, up_out, a, up_a, x)  that batch, out = a^T x and up_out = up_a^T x; it may exchange the two outputs
 //   column_sums(x, dtype)        the sums [cols] of the columns of a matrix, in x's dtype or the given one
-//   rows(x)                      x [..., cols] as a matrix whose rows have adjacent elements, if possible without a copy
+//   rows(x)                      x [..., cols] as a matrix with adjacent elements in its rows, a view if possible
 //   apply(gate, up, out, activation)                       out = act(gate) * up, or without up, act(gate)
 //   differentiate(grad, gate, up, dgate, dup, values, activation)  the gradients of gate and up, and unless values is
 //                                                          null, apply; outputs may be inputs
