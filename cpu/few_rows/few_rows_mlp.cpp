@@ -63,7 +63,8 @@ void run_layer(const Layer& layer, Rows rows, Matrix out, Rows next, Kept kept) 
 
 // The numbers of rows for which these kernels were measured to take less time than the alternatives: tiles, or torch's
 // libraries. torch's float32 library is slow with few rows, except on Intel's processors. There it streams the weights
-// itself from two rows, with AVX-512 from four, and these kernels only save the overhead of the call.
+// as fast for one row, and with AVX-512 for up to three; with one row these kernels only shorten the call
+// (`streams_one`).
 struct Bounds {
   int64_t least, most;
   bool streams_one = false;
