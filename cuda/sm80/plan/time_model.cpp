@@ -73,7 +73,7 @@ double streamed_microseconds(const GemmProblem& p, const ListedKernel& listed, c
   return tuning.start + std::max(from_l2, from_memory) + 0.1 * std::min(from_l2, from_memory);
 }
 
-// torch applies tanh-GELU in its GEMM if there is a bias: cuda/dense/torch_layer.h.
+// torch applies tanh-GELU in its GEMM if there is a bias: cuda/dense/torch/torch_layer.h.
 bool torch_has_epilogue(const GemmProblem& p) {
   return p.linear() || (!p.gated() && p.epilogue.bias != nullptr &&
                         p.epilogue.activation == static_cast<int64_t>(Activation::kGeluTanh));
