@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Runs .ci/gpu of a commit on a GPU of Hugging Face Jobs, in the organisation of the kernel, and fails if that fails.
+"""Runs .ci/gpu of a commit on a GPU of Hugging Face Jobs, in the kernel's organisation, and fails if that fails.
 
-Writes what it printed (log.txt), the figures of the benchmark (figures.json) and what to show of it (summary.md). The
-token in HF_TOKEN must be one that may start jobs; the job does not get it.
+Writes its output (log.txt), the benchmark's figures (figures.json) and a summary (summary.md). The token in HF_TOKEN
+must be allowed to start jobs; the job does not get it.
 """
 
 import argparse
@@ -26,7 +26,7 @@ exec .ci/gpu
 """
 PLAIN = {"NO_COLOR": "1", "COLUMNS": "100", "TQDM_DISABLE": "1"}
 FIGURES = "== figures"  # .ci/gpu prints it above the JSON of the benchmark
-SHOWN = 60  # lines: the table of the benchmark, and how the tests ended
+SHOWN = 60  # lines: the benchmark's table, and the end of the tests' output
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Writes the source tree of a second build, which holds the Triton kernels alone: for AMD's and Intel's GPUs.
+"""Writes the source tree of a second build, which holds only the Triton kernels: for AMD's and Intel's GPUs.
 
-kernel-builder calls it noarch: the same Python for every machine. It takes a build.toml of its own, in a folder of its
-own, and no links: so this makes them from the tree. .github/workflows/build.yaml builds them; tools/build.py lays the
-same variants out for development.
+kernel-builder calls it noarch: the same Python for every machine. It needs a separate folder with its own build.toml
+and no links, so this program makes that folder from the tree. .github/workflows/build.yaml builds it; tools/build.py
+lays the same variants out for development.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def write(folder: Path) -> None:
 
 
 def build_toml() -> str:
-    """The general part of the tree's own, with these backends, and nothing to compile."""
+    """The general part of the tree's build.toml, with these backends and nothing to compile."""
     general = project.config()["general"]
     hub = general.pop("hub")
     lines = [f"{key} = {_value(value)}" for key, value in (general | {"backends": [*BACKENDS]}).items()]

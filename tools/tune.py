@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Makes cuda/sm90/plan/tuning.h: times every sm_90a GEMM on this GPU over the layers of models, torch's beside them,
-and fits what the dispatch chooses by. Takes about six minutes on an H100. On GPUs that run the GEMMs of sm_80 it times
-those instead, in a minute, and writes the row of the compute capability into cuda/sm80/plan/tuned.def.
+"""Makes cuda/sm90/plan/tuning.h: times every sm_90a GEMM and torch's on this GPU over the layers of models, and fits
+the constants that the dispatch chooses by. Takes about six minutes on an H100. On GPUs that run the GEMMs of sm_80 it
+times those instead, in a minute, and writes the row of the compute capability into cuda/sm80/plan/tuned.def.
 """
 
 import argparse
@@ -30,7 +30,7 @@ except ModuleNotFoundError as error:
 HEADER = project.ROOT / "cuda/sm90/plan/tuning.h"
 FOLDER = project.BUILD / "tune"
 TIMES = FOLDER / "times.json"
-FEW_ROWS = 256  # reported apart
+FEW_ROWS = 256  # reported separately
 
 
 @dataclasses.dataclass
@@ -114,7 +114,7 @@ def load(path: Path) -> Times:
 
 
 def report(constants: fit.Constants, model: Model, timed: list[Point]) -> None:
-    """Compare the choice as it is and the fitted one with the best kernel, and with torch's way."""
+    """Compares the present and the fitted choice with the best kernel, and with torch's way."""
 
     def fitted(point: Point) -> Kernel:
         return constants.choose(model, point)
@@ -130,8 +130,8 @@ def report(constants: fit.Constants, model: Model, timed: list[Point]) -> None:
 
 
 def choice_quality(points: list[Point], choose: Callable[[Point], Kernel]) -> tuple[float, float, int]:
-    """The time in units of the best kernel's, on average and at worst; at how many points torch's way is faster. A
-    kernel that there is no more counts as infinitely slow.
+    """The time in units of the best kernel's, on average and at worst; the number of points where torch's way is
+    faster. A kernel that no longer exists counts as infinitely slow.
     """
     chosen = [point.times.get(choose(point), math.inf) for point in points]
     ratios = [time / point.best for point, time in zip(points, chosen)]

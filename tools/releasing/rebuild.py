@@ -1,4 +1,4 @@
-"""Repeat a build: built once more from the commit, in another folder, it has to be the same byte for byte."""
+"""Repeats a build from the same commit in another folder: the result must be identical byte for byte."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from .rules.variants import files, variants
 
 
 def clone(folder: Path) -> Path:
-    """The commit checked out here, and no change that is not committed."""
+    """Clones the commit checked out here, without uncommitted changes."""
     subprocess.run(["git", "clone", "--quiet", str(project.ROOT), str(folder)], check=True)
     return folder
 

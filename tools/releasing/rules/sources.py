@@ -1,5 +1,5 @@
-"""The Hub's rules for the Python that ships: it runs on Python 3.9, and imports the package's own modules relatively
-and nothing else but the standard library, torch and, for the Triton kernels, triton."""
+"""The Hub's rules for the Python that ships: it runs on Python 3.9, imports the package's own modules relatively, and
+otherwise imports only the standard library, torch and, for the Triton kernels, triton."""
 
 import ast
 import re
@@ -16,7 +16,7 @@ def faults(package: Path) -> list[str]:
 
 
 def _too_new(package: Path) -> list[str]:
-    """Syntax, modules, functions and arguments that a later Python brought."""
+    """Syntax, modules, functions and arguments that a later Python introduced."""
     options = [f"--target={OLDEST_PYTHON}-", "--violations", "--no-tips", "--format", "parsable"]
     vermin = "import sys, vermin; sys.exit(vermin.main())"
     result = subprocess.run([sys.executable, "-c", vermin, *options, str(package)], capture_output=True, text=True)
