@@ -1,15 +1,14 @@
-"""A gated MLP with weights of FP8, as torch multiplies them: by blocks of 128 x 128, as transformers' FP8Linear has
-them, or by rows.
+"""A gated MLP with FP8 weights, multiplied by torch: in blocks of 128 x 128, as in transformers' FP8Linear, or by rows.
 
-x and the hidden values are rounded to FP8 by compiled functions, in groups of 128 or by rows, the second behind the
-activation, and gate and up are one product. On a CPU, which has no such products, weights are decoded.
+Compiled functions round x and the hidden values to FP8, in groups of 128 or by rows, the latter after the activation,
+and gate and up are one product. On a CPU, which has no such products, weights are decoded.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Sizes are constants of what is compiled: for a benchmark to patch torch._dynamo.config with.
+# Makes sizes constants of the compiled code: a benchmark patches torch._dynamo.config with it.
 COMPILED = {"automatic_dynamic_shapes": False, "recompile_limit": 64}
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
@@ -77,7 +76,7 @@ class GatedMLP(nn.Module):
         return found
 
     def operands(self) -> tuple:
-        """The weights as the op takes them."""
+        """The weights in the op's form."""
         weights, layouts = [], []
         for values, scales in self.parts():
             weights += [values, scales, None, None, None]

@@ -2,15 +2,14 @@
 
     python benchmarks/mlps/modules.py                            100 of each dtype, both ways
     python benchmarks/mlps/modules.py --number 400 --dtypes bfloat16 --ways training --seed 7
-    python benchmarks/mlps/modules.py --from build/modules.json  show what such a run has written; measure nothing
+    python benchmarks/mlps/modules.py --from build/modules.json  show the results of such a run; measure nothing
 
-The kinds are classes of transformers: one layer with its activation, plain MLPs, gated ones, and gated ones whose gate
-and up lie in one weight. Instances, fused and not, each with weights of its own, take turns in one process; a figure is
-the ratio of the medians. What takes more than 1.05 of the original's time is measured once more, with other instances:
-what is above it twice is a loss, and not the noise of a shared machine. A step of training is a forward and a backward
-that makes all gradients anew. Freed memory stays with the process: whether the C library gives it back, to be mapped
-again page by page at the next call, is chance, and costs up to ten times what a call takes. Writes <out>.json, and
-prints a table.
+The kinds are classes of transformers: one layer with its activation, plain MLPs, gated MLPs, and gated MLPs with gate
+and up in one weight. Fused and unfused instances, each with its own weights, run interleaved in one process; a figure
+is the ratio of the medians. A point above 1.05 of the original's time is measured again with other instances: if it is
+above twice, it is a loss and not the noise of a shared machine. A training step is a forward and a backward that makes
+all gradients anew. The process keeps freed memory: otherwise the C library returns it at random, and mapping it again
+page by page at the next call costs up to ten times the time of a call. Writes <out>.json, and prints a table.
 """
 
 import contextlib
@@ -56,7 +55,7 @@ LOSS = 1.05  # times the original's time
 
 
 def keep_memory() -> None:
-    """Has glibc, where that is the C library, keep what is freed."""
+    """Makes glibc, if that is the C library, keep freed memory."""
     if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "mallopt"):
         trim_threshold, mmap_max = -1, -4
         library.mallopt(trim_threshold, 2**31 - 1)
@@ -64,7 +63,7 @@ def keep_memory() -> None:
 
 
 class Point:
-    """A kind of MLP, its widths, and how many rows it is given."""
+    """A kind of MLP, its widths, and its number of rows."""
 
     def __init__(self, chance: random.Random) -> None:
         self.kind = chance.choice(list(KINDS))
@@ -100,7 +99,7 @@ class Point:
 
 
 def ratio(point: Point, dtype: torch.dtype, training: bool, fused_mlp, given) -> float:
-    """The time of the fused modules, as a part of the originals': medians of the turns of all copies."""
+    """The time of the fused modules relative to the originals': medians over the turns of all copies."""
     grad = contextlib.nullcontext() if training else torch.inference_mode()
     with grad:
         calls = {}
@@ -118,7 +117,7 @@ def ratio(point: Point, dtype: torch.dtype, training: bool, fused_mlp, given) ->
 
 
 def turn(call: Callable[[], object], length_us: float) -> float:
-    """Microseconds of a call, on average over as many as fill a turn, without the first, which finds cold caches."""
+    """Average microseconds of the calls that fill a turn, without the first, which runs with cold caches."""
     call()
     calls = max(2, int(length_us / max(1.0, measure.wall_microseconds(call, 1))))
     return measure.wall_microseconds(call, calls)
@@ -147,7 +146,7 @@ def run(given) -> dict:
 
 
 def print_table(found: dict) -> None:
-    """By dtype and way; then, of each, by number of rows; then the losses."""
+    """Prints figures by dtype and way, then for each by number of rows, then the losses."""
     machine = found["machine"]
     where = machine.get("gpu") or f"{machine['cpu']}, {machine['threads']} threads, {machine['instructions']}"
     table = Table(title=f"{where}: time of fused modules, 1 = the original's")

@@ -3,16 +3,16 @@
     python benchmarks/mlps/peers.py --dim 768 --hidden 3072           one MLP at every M: from where on does fusing pay?
     python benchmarks/mlps/peers.py                                   the table of docs/performance.md
     python benchmarks/mlps/peers.py --shapes 64,768,3072 --providers eager ours
-    python benchmarks/mlps/peers.py --sweep --providers eager ours    every M of the sweep, against eager alone
+    python benchmarks/mlps/peers.py --sweep --providers eager ours    every M of the sweep, only against eager
     python benchmarks/mlps/peers.py --sweep --graphs --providers eager ours  the same in CUDA graphs
     python benchmarks/mlps/peers.py --between 500 --graphs --providers eager ours  500 shapes between them, at random
     python benchmarks/mlps/peers.py --workload linear                 one linear layer with bias and GELU
     python benchmarks/mlps/peers.py --workload pointwise              act(gate) * up, against a copy of as many bytes
     python benchmarks/mlps/peers.py --from benchmarks/results/mlps/h100-sweep.json --dim 768 --hidden 3072
-    python benchmarks/mlps/peers.py --limit 1.02                      fails where ours takes more of eager's time
+    python benchmarks/mlps/peers.py --limit 1.02                      fails if ours takes more of eager's time
 
 Writes <out>.json (figures and the machine's facts) and prints a table; with --dim, draws a plot for each kind of time
-too. On a CPU there is wall time alone. Peers that cannot run on the machine are left out, and said so.
+too. On a CPU there is only wall time. Peers that cannot run on the machine are skipped with a message.
 """
 
 import random
@@ -79,7 +79,7 @@ def parse():
 
 
 def wanted_providers(given):
-    """The names asked for, less those that cannot run here; asking for one of these by name is an error."""
+    """The requested names without those that cannot run here; naming one of these explicitly is an error."""
     names = given.providers or (OVER_M if given.dim else providers.WORKLOADS[given.workload][1])
     absent = {name: reason for name in names if (reason := providers.unavailable(name, given.activation))}
     if given.providers and absent:
@@ -90,7 +90,7 @@ def wanted_providers(given):
 
 
 def drawn(count, seed):
-    """Rows and widths as models have them: even in their logarithms, widths multiples of 64."""
+    """Draws rows and widths as in models: uniform in their logarithms, with widths that are multiples of 64."""
     chance = random.Random(seed)
 
     def between(low, high, step=1):
@@ -111,7 +111,7 @@ def wanted_shapes(given):
 
 
 def run(given):
-    """The figures of all shapes and providers, and the machine's facts."""
+    """The figures of all shapes and providers, and facts about the machine."""
     make_providers, wanted = providers.WORKLOADS[given.workload][0], wanted_providers(given)
     fused_mlp = points.package()
     options = {"activation": given.activation} if given.workload == "mlp" else {}

@@ -1,11 +1,11 @@
-"""Models whose MLPs cannot be fused whole: what fuse_mlps costs there, or saves.
+"""Models whose MLPs cannot be fused whole: the cost or gain of fuse_mlps for them.
 
     python benchmarks/models/unfused.py  every kind that this machine can run
     python benchmarks/models/unfused.py --kinds nf4 hook --rows 1 512
 
 A Llama of --layers layers (2048 x 8192 on a GPU, 256 x 704 on a CPU), in inference: with bitsandbytes' NF4 and int8
-weights, and with a forward hook on each down projection. An unfused and a fused copy run in turns, each a few times in
-a row; a figure is the median of the ratios of neighbours, with its quartiles.
+weights, and with a forward hook on each down projection. An unfused and a fused copy alternate, each a few times in a
+row; a figure is the median of the ratios of neighbours, with its quartiles.
 """
 
 import copy
@@ -86,7 +86,7 @@ def ratios(models: list[nn.Module], rows: int, turns: int) -> list[float]:
     count = max(2, int(0.05 / (seconds(models[0], ids, 3) / 3)))
     found = []
     for turn in range(turns):
-        first = turn % 2  # each is the first in every second turn
+        first = turn % 2  # each runs first in every second turn
         times = {index: seconds(models[index], ids, count) for index in (first, 1 - first)}
         found.append(times[1] / times[0])
     return sorted(found)
