@@ -41,7 +41,7 @@ class QuantizedStack(NamedTuple):
     each block of ``block = (rows, columns)`` values: ``[experts, ceil(out / rows), ceil(in / columns)]``.
 
     On Hopper GPUs, calls with more than 3 rows per expert, on average, may also round x and the hidden values to
-    float8_e4m3fn, with one scale (the largest value) for each 128 columns of a row; ``explain`` says if they do.
+    float8_e4m3fn, scaling each 128 columns of a row by their largest value; ``explain`` says if they do.
 
     For format ``"mxfp4"``, ``data`` is uint8 ``[experts, out, in / 2]``, or any shape with the same elements. Each
     element holds two e2m1 codes, the first in its lower bits. ``scales`` is uint8 ``[experts, out, in / 32]``: a scale

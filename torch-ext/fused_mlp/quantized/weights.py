@@ -42,8 +42,8 @@ class QuantizedWeight(NamedTuple):
 
     For format ``"fp8"``, ``data`` is float8_e4m3fn ``[out, in]``, contiguous. ``scales`` is float32, contiguous, with
     one element for each block of ``block = (rows, columns)`` values: ``[ceil(out / rows), ceil(in / columns)]``. On
-    Hopper GPUs, products with more than 32 rows of x (64 for a small weight) also round x to float8_e4m3fn, with one
-    scale (the largest value) for each 128 columns of a row; ``explain`` says if they do.
+    Hopper GPUs, products with more than 32 rows of x (64 for a small weight) also round x to float8_e4m3fn, scaling
+    each 128 columns of a row by their largest value; ``explain`` says if they do.
 
     Format ``"int8"`` is the same with int8 ``data``, and x is not rounded. The scales are divided by ``divisor``, which
     is 127 if they are the largest values of their blocks.
@@ -538,7 +538,7 @@ _plain_ops = tuple(getattr(op, "_op", op) for op in (native.quantized_linear, na
 
 
 def product(x: Tensor, weight: QuantizedWeight, bias: Optional[Tensor]) -> Tensor:
-    """Return ``x weight^T + bias`` by PyTorch's GEMM. Autograd keeps no decoded weight: the backward decodes it again."""
+    """Return ``x weight^T + bias`` by PyTorch's GEMM. Autograd keeps no decoded weight; the backward decodes again."""
     if calls.autograd_follows(x, bias) and not (training.is_transformed() and not torch.compiler.is_compiling()):
         return checkpoint(_product, x, weight, bias, use_reentrant=False, preserve_rng_state=False)
     return _product(x, weight, bias)
