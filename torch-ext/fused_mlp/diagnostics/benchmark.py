@@ -189,7 +189,7 @@ def _compared(
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors of a model's output, which may be a tensor or a container as libraries return."""
+    """Yield the floating-point tensors in a model's output: a tensor, or a container such as libraries return."""
     if isinstance(output, Tensor):
         yield from [output] if output.is_floating_point() else []
     elif isinstance(output, Mapping):
