@@ -45,7 +45,7 @@ def route_kernel(index_ptr, slots_ptr, ends_ptr, slots, BLOCK: tl.constexpr):
 
 @triton.jit
 def _tile_of_program(ends_ptr, experts, tile, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
-    """Return the expert of a row tile, the tile's first row and the end of the expert's rows; none if past all tiles."""
+    """Return the expert of a row tile, the first row of the tile and the end of the expert; none if past all tiles."""
     number = tl.arange(0, EXPERTS)
     exists = number < experts
     ends = tl.load(ends_ptr + number, mask=exists, other=0)
