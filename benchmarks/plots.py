@@ -1,6 +1,6 @@
-"""Plots of what the benchmarks measured, each for a light and for a dark page, narrow enough for a phone.
+"""Plots of benchmark results, in a light and a dark version, narrow enough for a phone.
 
-python benchmarks/plots.py        draws those of the documents anew, from benchmarks/results into docs/images
+python benchmarks/plots.py        redraw the plots of the documents, from benchmarks/results into docs/images
 """
 
 import json

@@ -1,6 +1,6 @@
-"""What all benchmarks share: the package, the options of a run, its points in turn, and what is written and shown.
+"""Code shared by all benchmarks: loading the package, options of a run, interleaved points, output.
 
-A point that fails, and a provider that does not run at one, are noted with the reason; the others go on.
+A point that fails, or a provider that does not run at one, is recorded with the reason; the others continue.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""Markdown that the tools write: tables, and documents of which some parts are filled in.
+"""Markdown written by the tools: tables, and documents with generated sections.
 
-A part stands between `<!-- filled: NAME -->` and `<!-- end -->`; the rest of a document is left as it is.
+A section lies between `<!-- filled: NAME -->` and `<!-- end -->`; the rest of a document is unchanged.
 """
 
 import re

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Runs `pip install` with the arguments given: its progress in one line, and what went wrong in another.
+"""Runs `pip install` with the given arguments, showing its progress in one line and any error in another.
 
-What pip says besides is for those who look for a fault in it: run it by hand.
+pip's other output only helps to debug pip itself: run pip by hand for that.
 """
 
 import importlib.util

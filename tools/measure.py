@@ -1,4 +1,4 @@
-"""GPU time, memory and the machine's facts, beside the wall time in turns that the package's own ``timing`` takes."""
+"""GPU time, memory and machine facts, in addition to the interleaved wall times of the package's ``timing``."""
 
 import contextlib
 import gc

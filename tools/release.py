@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Checks a build before it is released, and rehearses the release: `make release-check`, `make release-dry-run`.
+"""Checks a build before its release, and rehearses the release: `make release-check`, `make release-dry-run`.
 
-Releases themselves are built by kernel-builder, in .github/workflows/release.yaml, which calls the other commands.
+kernel-builder builds the releases themselves, in .github/workflows/release.yaml, which calls the other commands.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""Experts with quantised weights, of FP8 as Qwen3-30B-A3B-FP8 holds them, and of MXFP4 as gpt-oss does.
+"""Experts with quantised weights: FP8 as in Qwen3-30B-A3B-FP8, and MXFP4 as in gpt-oss.
 
     python benchmarks/experts/quantised_experts.py  all cases, on a GPU, in a minute
     python benchmarks/experts/quantised_experts.py --tokens 1 128
 
-`ours` is experts_mlp with quantised stacks; `decoded` the same where weights are decoded first whatever the rows are;
-`bf16` experts_mlp with weights of bfloat16; `floor` the time of reading the codes and scales of the chosen experts at
-the bandwidth of a copy. transformers' own products of both formats are kernels from the Hub, and are not measured.
-Calls run in CUDA graphs, and routings take turns. Writes <out>.json, and prints a table.
+`ours` is experts_mlp with quantised stacks, and `decoded` the same, decoding the weights first for any number of rows.
+`bf16` is experts_mlp with bfloat16 weights, and `floor` the time to read the codes and scales of the chosen experts at
+the bandwidth of a copy. transformers' own kernels for both formats come from the Hub and are not measured. Calls run in
+CUDA graphs, with interleaved routings. Writes <out>.json, and prints a table.
 """
 
 import itertools

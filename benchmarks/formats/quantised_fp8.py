@@ -1,8 +1,8 @@
-"""A gated MLP with weights of FP8, as torch multiplies them: by blocks of 128 x 128, as transformers' FP8Linear has
-them, or by rows.
+"""A gated MLP with FP8 weights and torch's GEMMs: blocks of 128 x 128, as in transformers' FP8Linear, or per-row
+scales.
 
-x and the hidden values are rounded to FP8 by compiled functions, in groups of 128 or by rows, the second behind the
-activation, and gate and up are one product. On a CPU, which has no such products, weights are decoded.
+Compiled functions round x and the hidden values to FP8, in groups of 128 or by row; the second also applies the
+activation. Gate and up are one GEMM. CPUs have no such GEMMs, so weights are decoded there.
 """
 
 import torch

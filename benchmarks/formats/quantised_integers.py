@@ -1,8 +1,9 @@
-"""Gated MLPs with weights of integers, and the products of others for them.
+"""Gated MLPs with integer weights, and other libraries' GEMMs for them.
 
-`int8`: bitsandbytes' Linear8bitLt, which rounds x to int8. Its threshold of outliers is 0: with one it waits for the
-GPU, and is in no CUDA graph. `int4`: in groups of 128, and torch's product for such weights, which torchao packs for it
-anew. `int4-tiles`: the same as it is packed, as torchao's Int4TilePackedTo4dTensor has it, for both.
+`int8` is bitsandbytes' Linear8bitLt, which rounds x to int8. Its outlier threshold is 0, because with outliers it
+synchronises with the GPU and cannot be captured in a CUDA graph. `int4` has groups of 128; torch's GEMM needs such
+weights repacked by torchao. `int4-tiles` uses the repacked form, torchao's Int4TilePackedTo4dTensor, for both
+providers.
 """
 
 import bitsandbytes

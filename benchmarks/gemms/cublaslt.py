@@ -1,4 +1,4 @@
-"""cuBLASLt's algorithms of one class, by the names of their kernels: those that multiply by mma.sync, on any GPU."""
+"""cuBLASLt's algorithms of one class, selected by kernel name: those that use mma.sync, on any GPU."""
 
 import contextlib
 import ctypes

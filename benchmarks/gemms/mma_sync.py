@@ -1,13 +1,14 @@
-"""The GEMMs of sm_80, forced on the GPU at hand, against what else multiplies by mma.sync there.
+"""The sm_80 GEMMs, forced on the present GPU, against other mma.sync GEMMs.
 
-    python benchmarks/gemms/mma_sync.py                            every kernel, the best of each, and the ratios
-    python benchmarks/gemms/mma_sync.py --build                    compiles build/mma_sync.so alone (needs nvcc, no GPU)
+        python benchmarks/gemms/mma_sync.py                            every kernel, the best of each, and the ratios
+        python benchmarks/gemms/mma_sync.py --build                    only compile build/mma_sync.so (needs nvcc, no
+        GPU)
     python benchmarks/gemms/mma_sync.py --parts rows --shapes 64,4096,14336
-    python benchmarks/gemms/mma_sync.py --from build/mma_sync.json  shows what such a run has written; measures nothing
+        python benchmarks/gemms/mma_sync.py --from build/mma_sync.json  show the results of such a run; measure nothing
 
-The peers are cuBLASLt's kernels of Ampere's class, Triton's compiled for 8.0, and two limits: products from registers,
-and reading memory. Only ratios inside of one run count, and only on the GPU they are measured on: times on a Hopper GPU
-say nothing of other chips. Writes <out>.json after every product, and prints a table.
+The peers are cuBLASLt's Ampere-class kernels, Triton kernels compiled for 8.0, and two limits: products from registers,
+and reading memory. Only ratios within one run are meaningful, and only for the GPU they were measured on: times on a
+Hopper GPU say nothing about other chips. Writes <out>.json after every product, and prints a table.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A product by Triton, compiled for compute capability 8.0 whatever the GPU: its driver compiles the PTX for that."""
+"""A Triton GEMM compiled for compute capability 8.0 on any GPU, whose driver compiles the PTX."""
 
 import functools
 import re

@@ -1,4 +1,4 @@
-"""Tables that fit a terminal, of what peers.py measured."""
+"""Tables of peers.py's measurements that fit a terminal."""
 
 import sys
 

@@ -1,17 +1,17 @@
-"""Whole models, fused against not: the wall time of a forward in eager, compiled, and compiled into CUDA graphs.
+"""Whole models, fused against unfused: wall time of a forward in eager, compiled, and compiled into CUDA graphs.
 
     python benchmarks/models/models.py                           every model of this machine's list
     python benchmarks/models/models.py --models bert-base gpt2 --modes eager
-    python benchmarks/models/models.py --from build/models.json  show what such a run has written; measure nothing
+        python benchmarks/models/models.py --from build/models.json  show the results of such a run; measure nothing
 
 The architectures have their real widths and depths, and random weights. Copies of one model differ by several percent,
-so both variants are built several times from the same seed. In a turn a copy of each runs, long enough for the clock to
-settle, one right after the other, at a random depth of Python's stack, as its time depends on that. A ratio is that of
-such neighbours. A figure is the median over the copies of each copy's median over its turns; the spread is that of the
+so both variants are built several times from the same seed. In a turn, a copy of each runs right after the other, long
+enough for the clock to settle, at a random depth of Python's stack, which affects the time. A ratio compares such
+neighbours. A figure is the median over the copies of each copy's median over its turns; the spread is that of the
 copies.
 
-"In place" is the CPU time of a layer behind its attention, inside the running model, where the caches hold what the
-rest of the model left there: that of the MLP with its norm and the sums around it. Writes <out>.json and <out>.svg, and
+"In place" is the CPU time of the part of a layer after its attention, inside the running model, where the caches hold
+what the rest of the model left there: the MLP with its norm and the residual sums. Writes <out>.json and <out>.svg, and
 prints a table.
 """
 

@@ -1,4 +1,4 @@
-"""Checks an extension against what the Hub requires: which symbols it may use of Python, torch and the system."""
+"""Checks an extension against the Hub's rules on which symbols of Python, torch and the system it may use."""
 
 import re
 import subprocess

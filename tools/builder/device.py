@@ -1,8 +1,8 @@
-"""Compiles the CUDA code with a toolkit of which PyPI has no nvcc, to see whether that version takes it.
+"""Compiles the CUDA code with a toolkit for which PyPI has no nvcc, to check that this version accepts it.
 
-The device code goes through NVRTC, which has nvcc's front end, and ptxas. NVRTC refuses host code: so it gets the
-headers of device code, and the names of the kernels that a build by nvcc made of them. The C++ files go through the C++
-compiler, with the toolkit's headers. The launches in the .cu files are all that is not seen.
+The device code goes through NVRTC, which has nvcc's front end, and through ptxas. NVRTC refuses host code, so it gets
+the headers of the device code and the names of the kernels that an nvcc build instantiated. The C++ files go through
+the C++ compiler with the toolkit's headers. Only the launches in the .cu files are not covered.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Reads which symbols an extension for macOS takes from others, on a machine whose nm reads ELF files alone."""
+"""Reads the imported symbols of a macOS extension, on a machine whose nm reads only ELF files."""
 
 import struct
 from pathlib import Path

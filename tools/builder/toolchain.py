@@ -1,4 +1,4 @@
-"""Finds what a build needs. Whatever is missing is a BuildError: one line that says what, and what to do."""
+"""Finds the tools of a build. A missing one raises BuildError, with one line that names it and what to do."""
 
 import ctypes
 import importlib.metadata

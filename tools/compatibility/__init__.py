@@ -1,1 +1,1 @@
-"""Builds for other machines and versions, and what runs there (smoke, models: under each version of torch)."""
+"""Builds for other machines and versions, and tests of them (smoke, models: under each version of torch)."""

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Runs tests/test_kernels_ci.py on the CPU variant for aarch64, under qemu on another machine: `make emulate`.
 
-For Debian, with qemu-user-static and g++-aarch64-linux-gnu. Its mirror has the Python of that machine, and PyPI the
-torch, 5 GB with what that is linked with. All of it goes to build/emulate, and nothing is installed.
+Needs Debian with qemu-user-static and g++-aarch64-linux-gnu. Python for aarch64 comes from Debian's mirror and torch
+from PyPI, 5 GB with its dependencies. Everything goes to build/emulate; nothing is installed.
 """
 
 import os

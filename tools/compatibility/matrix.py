@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Builds every variant that can be built without a GPU, a CUDA torch or an installed CUDA toolkit, into build/matrix/.
 
-The versions of CUDA are those of requirements/toolkits/, from PyPI. Of CUDA 13 that is nvcc, and the variant is built
-whole. Of CUDA 12 there is no nvcc: builder/device.py says what of the code is compiled then. Cross-compilers compile
-the CPU variant for aarch64 and for macOS as well.
+The CUDA versions are those of requirements/toolkits/, from PyPI. CUDA 13 includes nvcc there, so its variant is built
+completely. CUDA 12 has no nvcc there; builder/device.py describes which of the code is compiled. Cross-compilers also
+build the CPU variant for aarch64 and for macOS.
 """
 
 import argparse

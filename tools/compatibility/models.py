@@ -1,7 +1,7 @@
-"""Tries on models of transformers what the package does with them by itself.
+"""Tests on transformers models what the package does on its own.
 
-Run by its path in a process of its own: `models.py <repo id> <version> <backend>`. Prints one JSON object: None for
-what went well, or the error; and which `kernels` transformers wants, or None where it takes the one that is there.
+Run by its path in its own process: `models.py <repo id> <version> <backend>`. Prints one JSON object: None for each
+test that passed, or the error; and the `kernels` version that transformers requires, or None if the installed one fits.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Loads the kernel and tries what it promises, under the torch of the interpreter that runs this.
+"""Loads the kernel and tests its main functions under the torch of the running interpreter.
 
-Run by its path in a process of its own: `smoke.py <repo id> <version> <backend>`. Prints one JSON object: what was
-tried, and None for what went well, or the error. Without a GPU the CUDA variant is loaded, and computes nothing.
+Run by its path in its own process: `smoke.py <repo id> <version> <backend>`. Prints one JSON object with each test and
+None if it passed, or the error. Without a GPU, the CUDA variant is loaded and computes nothing.
 """
 
 import json

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Holds flake.lock against itself and against flake.nix, without Nix's network: part of `make lint`.
+"""Checks flake.lock for consistency with itself and with flake.nix, without Nix's network: part of `make lint`.
 
-The lock is what a release is built from, so every input has to be there, pinned to a commit and to its contents. The
-inputs of flake.nix are read by Nix's own evaluator where there is one.
+Releases are built from the lock, so every input has to be present, pinned to a commit and a content hash. Nix's own
+evaluator reads the inputs of flake.nix, if it is installed.
 """
 
 import base64

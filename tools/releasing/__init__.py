@@ -1,2 +1,2 @@
-"""The parts of tools/release.py: what is checked before a release (rules, rebuild, check), and how it is signed,
-published and tried (signature, publish, smoke, dry_run)."""
+"""The parts of tools/release.py: checks before a release (rules, rebuild, check), and signing, publishing and testing
+it (signature, publish, smoke, dry_run)."""

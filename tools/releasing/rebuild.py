@@ -1,4 +1,4 @@
-"""Repeat a build: built once more from the commit, in another folder, it has to be the same byte for byte."""
+"""Repeats a build from the commit in another folder; both must be identical, byte for byte."""
 
 import subprocess
 import sys

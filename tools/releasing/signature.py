@@ -1,4 +1,4 @@
-"""Signs variants as the workflow of releases, and verifies them as `kernels verify-signature` does."""
+"""Signs variants as the release workflow, and verifies them as `kernels verify-signature` does."""
 
 import subprocess
 import sys

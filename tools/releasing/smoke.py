@@ -1,6 +1,6 @@
-"""A user's first steps: load the kernel from the Hub, fuse a model's MLPs, and see that it computes what it did.
+"""A user's first steps: load the kernel from the Hub, fuse a model's MLPs, and check that the result is the same.
 
-Run by its path in a process of its own, that knows the address of the Hub and nothing of this tree.
+Run by its path in its own process, which knows the Hub's address and nothing of this tree.
 """
 
 import sys

@@ -1,7 +1,7 @@
-"""The MLPs of a model, by a notion that knows nothing of fuse_mlps, and is wider than what that looks for.
+"""The MLPs of a model, by a definition that is independent of fuse_mlps and broader than its own.
 
-A module is one if its class says so or if its own linear layers are those of an MLP, one widening and one narrowing
-back; and if an activation is somewhere in it. Of nested ones the innermost counts.
+A module is an MLP if its class name says so, or if its own linear layers are those of an MLP, one that widens and one
+that narrows back; and if it contains an activation. If MLPs are nested, the innermost counts.
 """
 
 import re

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Counts the MLPs that fuse_mlps fuses, in a tiny model of every type that transformers has, and writes
-docs/coverage.md. Takes two minutes; what is an MLP is decided apart from the fuser (survey/mlps.py).
+"""Counts the MLPs that fuse_mlps fuses in a tiny model of every type in transformers, and writes docs/coverage.md.
+Takes two minutes. survey/mlps.py decides what is an MLP, independently of fuse_mlps.
 """
 
 import argparse

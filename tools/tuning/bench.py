@@ -1,4 +1,4 @@
-"""Times every kernel on this GPU, torch's GEMM beside them: they take turns as CUDA graphs, and medians count."""
+"""Times every kernel and torch's GEMM on this GPU, as interleaved CUDA graphs, by their medians."""
 
 import ctypes
 import itertools

@@ -1,4 +1,4 @@
-"""The Hub's rules for layers, as `kernels` checks them when it puts one in the place of a module's forward."""
+"""The Hub's rules for layers, as `kernels` checks them when it replaces a module's forward by one."""
 
 from types import ModuleType
 

@@ -1,4 +1,4 @@
-"""The Hub's rules for a built variant, read back with the functions by which `kernels` reads it."""
+"""The Hub's rules for a built variant, which is read back with the functions of `kernels`."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Constants of the model of the GEMMs of sm_80 for the GPUs of a capability, measured on one of them: a row of
+"""Constants of the sm_80 GEMMs' time model for the GPUs of a capability, measured on one of them: a row of
 cuda/sm80/plan/tuned.def. Every kernel and torch's GEMM are timed on a few products. A constant of ours makes the model
-right about the product where ours reached the least; one of torch's, where torch's way reached the most.
+exact for the product where our kernel reached least; a constant of torch's, where torch reached most.
 """
 
 import ctypes

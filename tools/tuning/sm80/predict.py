@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Prints what the model of the GEMMs of sm_80 expects of GPUs that nobody has measured them on, as the table of
-cuda/sm80/README.md; or with --explain, what `explain` says there of gated layers. No GPU is needed, and none is meant.
+"""Prints the predictions of the sm_80 GEMMs' model for GPUs that were not measured, as the table of
+cuda/sm80/README.md; with --explain, what `explain` reports there for gated layers. No GPU is needed or used.
 """
 
 import argparse

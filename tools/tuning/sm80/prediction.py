@@ -1,4 +1,4 @@
-"""Choices of the model of the GEMMs of sm_80 on GPUs that are not here: the package's own C++, through ctypes."""
+"""Choices of the sm_80 GEMMs' model on GPUs that are not present: the package's own C++ code, through ctypes."""
 
 import ctypes
 import subprocess
