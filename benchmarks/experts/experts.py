@@ -3,7 +3,7 @@
     python benchmarks/experts/experts.py                      every shape of this machine's list, in 4 minutes at most
     python benchmarks/experts/experts.py --also liger         Liger too, which tunes itself at its first call of a shape
     python benchmarks/experts/experts.py --shapes Mixtral-8x7B --tokens 1 64 --routing zipf
-        python benchmarks/experts/experts.py --from build/experts.json  show the results of such a run; measure nothing
+    python benchmarks/experts/experts.py --from build/experts.json  show the results of such a run; measure nothing
 
 All providers use the same weights and routing and run interleaved in one process; figures are medians. There are two
 routings: balanced, where all experts are equally likely, and Zipf, where the expert of rank r is chosen in proportion

@@ -2,7 +2,7 @@
 
     python benchmarks/mlps/modules.py                            100 of each dtype, both ways
     python benchmarks/mlps/modules.py --number 400 --dtypes bfloat16 --ways training --seed 7
-        python benchmarks/mlps/modules.py --from build/modules.json  show the results of such a run; measure nothing
+    python benchmarks/mlps/modules.py --from build/modules.json  show the results of such a run; measure nothing
 
 The kinds are transformers classes: one layer with its activation, plain MLPs, gated ones, and gated ones with gate and
 up packed in one weight. Fused and unfused instances, each with its own weights, run interleaved in one process; a

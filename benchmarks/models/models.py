@@ -2,7 +2,7 @@
 
     python benchmarks/models/models.py                           every model of this machine's list
     python benchmarks/models/models.py --models bert-base gpt2 --modes eager
-        python benchmarks/models/models.py --from build/models.json  show the results of such a run; measure nothing
+    python benchmarks/models/models.py --from build/models.json  show the results of such a run; measure nothing
 
 The architectures have their real widths and depths, and random weights. Copies of one model differ by several percent,
 so both variants are built several times from the same seed. In a turn, a copy of each runs right after the other, long

@@ -1,11 +1,9 @@
 """LoRA: a gated MLP with adapters on its three projections, in training and inference, and whole steps of a model.
 
     python benchmarks/training/adapters.py                  all cases of this machine's list, in 9 minutes at most
-        python benchmarks/training/adapters.py --quick          tiny sizes, few turns, nothing compiled, to see that it
-        runs
+    python benchmarks/training/adapters.py --quick          tiny sizes, few turns, nothing compiled, to see that it runs
     python benchmarks/training/adapters.py --parts mlp --providers eager ours
-        python benchmarks/training/adapters.py --from build/adapters.json  show the results of such a run; measure
-        nothing
+    python benchmarks/training/adapters.py --from build/adapters.json  show the results of such a run; measure nothing
 
 Base weights are frozen, in bfloat16. Adapters are in bfloat16, or in float32 under autocast, which is PEFT's default;
 in cases with dropout they are in bfloat16. `eager` and `compile` run PEFT's formula; `ours-base` is this package

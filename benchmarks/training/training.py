@@ -2,9 +2,8 @@
 
     python benchmarks/training/training.py                     all points of this machine's list, in 8 minutes at most
     python benchmarks/training/training.py --shapes 1024,1024,4096 --models --providers eager compile ours
-        python benchmarks/training/training.py --steps llama-1b    whole steps by width, with Liger and torch.compile
-        python benchmarks/training/training.py --from build/training.json  show the results of such a run; measure
-        nothing
+    python benchmarks/training/training.py --steps llama-1b    whole steps by width, with Liger and torch.compile
+    python benchmarks/training/training.py --from build/training.json  show the results of such a run; measure nothing
 
 All providers of a point run interleaved in one process and are compared by medians: over turns of many steps for the
 wall time, over single steps in random order for the GPU time, since large GEMMs make the clock vary by more than the
