@@ -65,7 +65,7 @@ def _gelu_derivative(x: Tensor) -> Tensor:
 
 
 def _gelu_tanh_derivative(x: Tensor) -> Tensor:
-    x = x.clamp(-32.0, 32.0) + (x - x)  # exact beyond +-32, where x * x may overflow; NaN at infinity
+    x = x.clamp(-32.0, 32.0) + (x - x)  # constant to the last bit beyond, where x * x may overflow; NaN at infinity
     z = _TANH_SLOPE * x * (1.0 + _TANH_CUBIC * x * x)
     return torch.sigmoid(z) + x * _sigmoid_derivative(z) * _TANH_SLOPE * (1.0 + 3.0 * _TANH_CUBIC * x * x)
 

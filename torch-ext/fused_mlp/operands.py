@@ -168,7 +168,7 @@ def autocasts(x: Tensor) -> bool:
         return torch.is_autocast_enabled("cuda")
     if x.is_cpu:
         return torch.is_autocast_enabled("cpu")
-    return not x.is_meta and torch.is_autocast_enabled(x.device.type)  # is_autocast_enabled raises for meta
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)  # raises for meta
 
 
 def is_narrowed(x: Tensor) -> bool:

@@ -57,7 +57,7 @@ def of_experts(x: Tensor, down_weight: Tensor, transposed: bool) -> Tensor:
 def _experts_training(
     x: Tensor, top_k_index: Tensor, gate_up_weight: Tensor, down_weight: Tensor, transposed: bool, keeps_sorted: bool
 ) -> List[Tensor]:
-    """Return the result and the saved rows, sorted into the largest possible number of 128-row blocks per expert."""
+    """Return the result and the saved rows, sorted into as many 128-row blocks of one expert as there can be."""
     slots = top_k_index.shape[0] * top_k_index.shape[1]
     blocks = (slots + torch.sym_min(gate_up_weight.shape[0], slots) * 127) // 128
     width = gate_up_weight.shape[2 if transposed else 1]

@@ -87,7 +87,7 @@ class Comparison:
 
 
 def benchmark(model: nn.Module, inputs: Any, *, seconds: float = 10.0) -> Comparison:
-    """Time a model as it is and with its MLPs fused, in interleaved turns, and compare the two outputs.
+    """Time a model unfused and with its MLPs fused, in interleaved turns, and compare the two outputs.
 
     The model runs in inference, without gradients, as it was prepared: on its device, in its dtype, with or without
     ``torch.compile``. Afterwards its state is restored, even if a call raises: modules that were fused before are

@@ -54,9 +54,9 @@ class QuantizedWeight(NamedTuple):
     of two.
 
     For format ``"int4_tiles"``, ``data`` is int32 ``[out / 8, in / 128, 32, 4]``, as torch's ``_weight_int4pack_mm``
-    takes it. ``scales`` is bfloat16 ``[groups, out, 2]``, pairs of scale and zero: a value is ``(code - 8) * scale +
-    zero``. Both sizes are rounded up to whole tiles. On Hopper, kernels for few rows of bfloat16 support groups of 64
-    columns times a power of two; in other cases the weight is decoded first.
+    takes it. ``scales`` is bfloat16 ``[groups, out, 2]``, pairs of scale and zero: a value is
+    ``(code - 8) * scale + zero``. Both sizes are rounded up to whole tiles. On Hopper, kernels for few rows of bfloat16
+    support groups of 64 columns times a power of two; in other cases the weight is decoded first.
 
     For formats ``"nf4"`` and ``"fp4"``, ``data`` is uint8, contiguous, of any shape. Each element holds two codes, in
     row-major order, the first in its upper bits. A value is the code's entry in a table of 16, times the scale of its

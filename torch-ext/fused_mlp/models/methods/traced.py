@@ -1,4 +1,4 @@
-"""Fused methods under torch.compile: Dynamo records the original, and MLPs are searched in what it recorded.
+"""Fused methods under torch.compile: Dynamo records the original, and MLPs are matched in the recorded graph.
 
 At every call of compiled code, Dynamo guards on everything that it read while tracing, so each check of a module would
 be repeated each time. Therefore nothing is checked: Dynamo traces the method as written, with hooks and patched
@@ -82,7 +82,7 @@ def run(
         return method(module, *args, **kwargs)
     from torch._dynamo.comptime import comptime
 
-    _open_blocks[-1].name  # for the guard: traced anew where another backend is forced  # noqa: B018
+    _open_blocks[-1].name  # for the guard: a retrace if another backend is forced  # noqa: B018
     comptime(_begin)
     result = method(module, *args, **kwargs)
     comptime(_end)

@@ -62,7 +62,7 @@ def of_operands(
     wide: bool = False,
     modulation_wide: bool = False,
 ) -> Plan:
-    """Return the plan whose parts are all operands: projections, activation, the parts between, the parts behind, and,
+    """Return the plan whose parts are all operands: projections, activation, the parts between, the parts after, and,
     as ``around`` says, the first and the last norm."""
     indices = iter(range(projections + 1 + between + behind + sum(around)))
 

@@ -25,7 +25,7 @@ def pays(act: Callable[[Tensor], Tensor], *values: Any) -> bool:
 
 
 def product(gate: Tensor, up: Any, act: Callable[[Tensor], Tensor], up_left: bool) -> Any:
-    """Return ``act(gate) * up``, or ``up * act(gate)`` if ``up_left``, by one kernel if it supports both operands."""
+    """Return ``act(gate) * up``, or ``up * act(gate)`` if ``up_left``, by one kernel if ``up`` matches the gate."""
     if not _are_alike(gate, up, up_left):
         return up * act(gate) if up_left else act(gate) * up
     return calls.act_and_mul(gate, up, forms.row_of(act))
