@@ -303,7 +303,7 @@ _LEAST_ROWS_OF_TILES = ((1 << 23, 17), (1 << 20, 33), (0, 129))
 
 
 def reads_codes_for(x: Tensor) -> bool:
-    """True if kernels read quantised weights for the rows of ``x``; else, on a CPU, the layers' own GEMMs are faster."""
+    """True if kernels read quantised weights for the rows of ``x``; else, on a CPU, the layers' own are faster."""
     return x.dtype != torch.float32 or x.is_cuda or is_forced() or _rows_of(x) <= _MOST_DECODED_IN_REGISTERS
 
 
