@@ -1,6 +1,6 @@
 """Gated MLPs with integer weights, and other libraries' GEMMs for them.
 
-`int8` is bitsandbytes' Linear8bitLt, which rounds x to int8. Its outlier threshold is 0, because with outliers it
+`int8` is bitsandbytes' Linear8bitLt, which rounds x to int8. Its outlier threshold is 0, because with another it
 synchronises with the GPU and cannot be captured in a CUDA graph. `int4` has groups of 128; torch's GEMM needs such
 weights repacked by torchao. `int4-tiles` uses the repacked form, torchao's Int4TilePackedTo4dTensor, for both
 providers.

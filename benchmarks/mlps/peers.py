@@ -1,6 +1,6 @@
 """This package against its peers, interleaved in one process: GPU time, wall time and CPU time of one forward.
 
-    python benchmarks/mlps/peers.py --dim 768 --hidden 3072           one MLP at every M: from where does fusion pay?
+    python benchmarks/mlps/peers.py --dim 768 --hidden 3072           one MLP at every M: from which M does it pay?
     python benchmarks/mlps/peers.py                                   the table of docs/performance.md
     python benchmarks/mlps/peers.py --shapes 64,768,3072 --providers eager ours
     python benchmarks/mlps/peers.py --sweep --providers eager ours    every M of the sweep, against eager alone
