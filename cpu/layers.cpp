@@ -27,7 +27,7 @@ Tensor rows_of(Tensor matrix, int64_t begin, int64_t count) {
   return matrix_view(matrix, {count, matrix.size(1)}, {stride, matrix.stride(1)}, begin * stride);
 }
 
-// out (+)= a b, by torch's GEMM, or where that is slow, by vectors.
+// out (+)= a b, by torch's GEMM, or by vectors if that is slow.
 void multiply_rows(const Tensor& out, const Tensor& a, const Tensor& b, bool accumulate) {
   if (vectors::takes_matmul(a, b)) return vectors::matmul(out, a, b, accumulate);
   if (accumulate) {
@@ -37,8 +37,8 @@ void multiply_rows(const Tensor& out, const Tensor& a, const Tensor& b, bool acc
   }
 }
 
-// out [rows, n] = x [rows, k] weight [n, k]^T + bias, as a product that is added to what `out` holds. torch would copy
-// the bias there itself, but through its dispatcher, which takes as long as a small product.
+// out [rows, n] = x [rows, k] weight [n, k]^T + bias, as a product that is added to the copied bias in `out`. torch
+// would copy the bias itself, but through its dispatcher, which takes as long as a small product.
 void project_rows(const Tensor& out, const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
   if (!bias) return multiply_rows(out, x, transposed(weight), false);
   const DenseVector dense(bias);
@@ -55,7 +55,7 @@ void project_rows(const Tensor& out, const Tensor& x, const Tensor& weight, cons
   multiply_rows(out, x, transposed(weight), true);
 }
 
-// True if `second` begins where `first` ends: both are halves of one tensor, as of a packed projection.
+// True if `second` begins where `first` ends: both are halves of one tensor, as in a packed projection.
 bool follows(const Tensor& first, const Tensor& second) {
   const int64_t bytes = first.size(0) * first.stride(0) * element_bytes(dtype_of(first, "weight"));
   if (first.dim() == 2 && (first.stride(1) != 1 || second.stride(1) != 1)) return false;
@@ -69,13 +69,13 @@ bool follows(const Tensor& first, const OptionalTensor& first_bias, const Tensor
   return first_bias && second_bias ? follows(*first_bias, *second_bias) : !first_bias && !second_bias;
 }
 
-// The two halves as one.
+// Both halves as one tensor.
 Tensor doubled(const Tensor& first) {
   if (first.dim() == 1) return view_of(first, std::array{2 * first.size(0)}, std::array{first.stride(0)});
   return matrix_view(first, {2 * first.size(0), first.size(1)}, {first.stride(0), first.stride(1)});
 }
 
-// Gate and up of x as one product, in the order in which they lie, and the product of the two.
+// Computes gate and up of x as one product, in their memory order, and then act(gate) * up.
 void run_packed(const Tensor& x, const HiddenLayer& hidden, bool up_first, const Tensor& both, const Tensor& out) {
   const Tensor& first = up_first ? *hidden.up_weight : hidden.weight;
   const OptionalTensor& first_bias = up_first ? *hidden.up_bias : hidden.bias;
@@ -95,7 +95,7 @@ void run_blocks(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* o
   const DType dtype = dtype_of(x, "x");
   const int64_t rows = x.size(0), features = hidden.features();
   // A block has at least 512 rows: with fewer, a GEMM's pass over the weights costs too much. It has more only as long
-  // as its hidden values stay in the caches, and their buffers stay so small that the allocator keeps them between
+  // as its hidden values stay in the caches, and their buffers are small enough for the allocator to keep them between
   // calls.
   constexpr int64_t kMinRows = 512, kHiddenBytes = 12 << 20;
   const bool up_follows = hidden.gated() && follows(hidden.weight, hidden.bias, *hidden.up_weight, *hidden.up_bias);
@@ -106,7 +106,7 @@ void run_blocks(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* o
                              : hidden.gated() ? 2
                                               : 1);
   const int64_t block = std::min(rows, std::max(kMinRows, kHiddenBytes / row_bytes));
-  // ReLU's values take the place of what it is given: the backward tells the same by them.
+  // ReLU's values overwrite its input: the backward can use them instead.
   const bool in_place =
       kept && output && !hidden.gated() && static_cast<Activation>(hidden.activation) == Activation::kRelu;
   const OptionalTensor hidden_block =
@@ -143,7 +143,7 @@ Refusal layout_refusal(const Tensor& weight, const OptionalTensor& bias) {
   return bias && bias->size(0) > 1 && bias->stride(0) != 1 ? Refusal::kStridedBias : Refusal::kNone;
 }
 
-// The reason why no kernel of ours reads the weights and biases as they lie.
+// The reason why no kernel of ours can read the weights and biases in their layout.
 Refusal layers_refusal(const HiddenLayer& hidden, const OutputLayer* output) {
   Refusal refusal = layout_refusal(hidden.weight, hidden.bias);
   if (refusal == Refusal::kNone && hidden.gated()) refusal = layout_refusal(*hidden.up_weight, *hidden.up_bias);
@@ -151,7 +151,7 @@ Refusal layers_refusal(const HiddenLayer& hidden, const OutputLayer* output) {
   return refusal;
 }
 
-// Gate and up of what is kept, as matrices.
+// Gate and up of the kept values, as matrices.
 few_rows::Kept rows_of(const Kept& kept, int64_t features, DType dtype) {
   void* const gate = kept.gate.mutable_data_ptr();
   if (!kept.up_first) return {{gate, features}, {kept.up.mutable_data_ptr(), features}};
@@ -186,7 +186,7 @@ void run_tiles(const Tensor& x, const HiddenLayer& hidden, const OutputLayer* ou
 }
 #endif
 
-// Layers as the kernels of few rows see them.
+// Layers in the form that the kernels for few rows use.
 struct FewRowsLayers {
   few_rows::Layer first, second{};
   bool has_second;

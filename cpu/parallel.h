@@ -1,4 +1,4 @@
-// The ops' calls of the pointwise kernels.
+// Calls of the pointwise kernels by the ops.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -17,14 +17,14 @@ inline DType dtype_of(const Tensor& tensor, const char* name) {
   return dtype == ScalarType::Float ? DType::kFloat32 : DType::kBFloat16;
 }
 
-constexpr int64_t kGrain = 16384;  // elements worth a thread
+constexpr int64_t kGrain = 16384;  // minimum number of elements per thread
 
-// The matrix from a row on.
+// The matrix from a given row.
 inline Matrix from_row(const Matrix& m, int64_t row, DType dtype) {
   return {static_cast<char*>(m.data) + row * m.row_stride * element_bytes(dtype), m.row_stride};
 }
 
-// The matrix from a column on; kNoMatrix has none.
+// The matrix from a given column; kNoMatrix has none.
 inline Matrix from_column(const Matrix& m, int64_t col, DType dtype) {
   return m.data == nullptr ? m : Matrix{static_cast<char*>(m.data) + col * element_bytes(dtype), m.row_stride};
 }
@@ -33,7 +33,7 @@ inline Matrix from_column(const Matrix& m, int64_t col, DType dtype) {
 template <typename Body, typename... Operands>
 void for_parts(PointwiseShape shape, const Body& body, Operands... operands) {
   if (shape.rows == 0 || shape.cols == 0) return;
-  if (((operands.data == nullptr || operands.row_stride == shape.cols) && ...)) {  // one long row, to be cut anywhere
+  if (((operands.data == nullptr || operands.row_stride == shape.cols) && ...)) {  // one long row: cut anywhere
     torch::stable::parallel_for(0, shape.rows * shape.cols, kGrain, [&](int64_t begin, int64_t end) {
       body(PointwiseShape{shape.dtype, 1, end - begin}, from_column(operands, begin, shape.dtype)...);
     });

@@ -7,13 +7,13 @@
 
 namespace fused_mlp {
 
-// Memory of a kernel while it runs, in whole lines of the caches. It is no tensor: PyTorch's libraries hold theirs past
-// its allocator, too.
+// Temporary memory of a kernel, in whole cache lines. It is not a tensor; PyTorch's libraries allocate theirs outside
+// its allocator too.
 class Scratch {
  public:
   explicit Scratch(int64_t bytes) : memory_(static_cast<char*>(operator new(static_cast<size_t>(bytes), kLine))) {}
 
-  // From a byte on, as elements of T.
+  // From a given byte, as elements of T.
   template <typename T>
   T* at(int64_t byte) const {
     return reinterpret_cast<T*>(memory_.get() + byte);

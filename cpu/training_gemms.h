@@ -1,4 +1,4 @@
-// The products of training on a CPU, as forward and backward of layers ask for them.
+// The GEMMs of training on a CPU, with the interface that the layers' forward and backward use.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
@@ -13,7 +13,7 @@
 
 namespace fused_mlp {
 
-// The functions that backward.h and adapted.h ask of a backend.
+// The functions that backward.h and adapted.h require of a backend.
 struct Cpu {
   static constexpr bool kHasSums = false;
   static constexpr bool kAddsRankLast = true;

@@ -4,11 +4,11 @@
 
 namespace fused_mlp {
 
-// Formulas and derivatives in fp32, one specialisation per activation. tanh never appears: 0.5 (1 + tanh u) =
-// sigmoid(2u), which does not cancel at u << 0; nor is 1 - sigmoid(x) taken in full precision, but sigmoid(-x).
+// Formulas and derivatives in fp32, one specialisation per activation. Neither tanh nor 1 - sigmoid(x) is computed in
+// full precision, because both cancel: 0.5 (1 + tanh u) is sigmoid(2u), and 1 - sigmoid(x) is sigmoid(-x).
 
-// The use of the result. Below kFloat32 the hardware's approximations serve (relative error about 1e-6), and for the
-// erf form of gelu a fit, whose error is below the result's rounding but far out at x < 0.
+// The dtype of the result. Below kFloat32 the hardware's approximations suffice (relative error about 1e-6). For the
+// erf form of gelu a fit suffices, whose error is below the result's rounding except far out at x < 0.
 enum class Precision { kFloat32, kFloat16, kBFloat16 };
 
 constexpr float kLog2E = 1.44269504088896341f;
@@ -30,8 +30,8 @@ __device__ __forceinline__ float sigmoid(float x) {
   }
 }
 
-// sigmoid(-x), of x and sigmoid(x). Below kFloat32 the difference from 1 serves: where it cancels, at x >> 0, a
-// derivative is 1 but for x times its error, about 1e-6.
+// sigmoid(-x), from x and sigmoid(x). Below kFloat32 the difference from 1 suffices: where it cancels, at x >> 0, a
+// derivative is 1 except for x times its error, about 1e-6.
 template <Precision P>
 __device__ __forceinline__ float sigmoid_of_negative(float x, float sigmoid_of_x) {
   if constexpr (P == Precision::kFloat32) {
@@ -41,8 +41,8 @@ __device__ __forceinline__ float sigmoid_of_negative(float x, float sigmoid_of_x
   }
 }
 
-// sigmoid(x p(x^2)), p a fit to logit(cdf(x)) / x. Given is the relative error of the cdf at x < 0; at x > 0 it is that
-// of one minus the cdf.
+// sigmoid(x p(x^2)), where p is a fit to logit(cdf(x)) / x. The relative errors below are those of the cdf at x < 0,
+// and of one minus the cdf at x > 0.
 template <Precision P>
 __device__ __forceinline__ float normal_cdf(float x) {
   if constexpr (P == Precision::kFloat32) {
@@ -100,7 +100,7 @@ struct ActivationFn<Activation::kGeluTanh, P> {
   }
   static __device__ __forceinline__ float value(float x) { return x * weight(x); }
   static __device__ __forceinline__ float derivative(float x) {
-    // It is 0 or 1 to the last bit well inside these bounds, outside of which x * x may overflow; NaN at infinity.
+    // The result is 0 or 1 to the last bit well inside these bounds; outside them x * x may overflow. NaN at infinity.
     const float bounded = fminf(fmaxf(x, -32.0f), 32.0f) + (x - x);
     const float s = weight(bounded);
     const float of_negative = P == Precision::kFloat32 ? weight(-bounded) : 1.0f - s;

@@ -15,7 +15,7 @@
 #include "../torch-ext/torch_binding.h"
 #include "gemm/gpu.h"
 
-// torch's headers declare these functions only where USE_CUDA is defined.
+// torch's headers declare these functions only if USE_CUDA is defined.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
 extern "C" AOTITorchError aoti_torch_cuda_caching_allocator_raw_alloc(uint64_t nbytes, void** ret_ptr);
 extern "C" AOTITorchError aoti_torch_cuda_caching_allocator_raw_delete(void* ptr);
@@ -24,7 +24,7 @@ namespace fused_mlp {
 
 inline void check(cudaError_t error) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // the runtime keeps the error, and the next check after a launch would find it
+  cudaGetLastError();  // otherwise the check after the next launch would report this error
   STD_TORCH_CHECK(false, "fused_mlp: CUDA error: ", cudaGetErrorString(error));
 }
 
@@ -68,7 +68,7 @@ inline Gpu describe_gpu(int device) {
   gpu.shared_of_cta = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   gpu.shared_of_multiprocessor = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
   gpu.cycles_per_microsecond = attribute(cudaDevAttrClockRate) / 1e3;  // from kHz
-  // Memory moves data twice in a cycle of its clock.
+  // Memory transfers data twice per clock cycle.
   gpu.bytes_per_microsecond =
       attribute(cudaDevAttrMemoryClockRate) / 1e3 * 2 * attribute(cudaDevAttrGlobalMemoryBusWidth) / 8;
   gpu.l2_bytes = attribute(cudaDevAttrL2CacheSize);
@@ -78,7 +78,7 @@ inline Gpu describe_gpu(int device) {
   return gpu;
 }
 
-// The driver is asked once: a query takes a noticeable part of a small call, which is a matter of microseconds.
+// The driver is queried once: a query takes a noticeable part of a small call, which takes microseconds.
 inline const std::vector<Gpu>& gpus() {
   static const std::vector<Gpu> gpus = [] {
     int count = 0;
@@ -91,7 +91,8 @@ inline const std::vector<Gpu>& gpus() {
 }
 inline const Gpu& gpu(int32_t device) { return gpus().at(device); }
 
-// Makes a GPU the current one. A single GPU is, and torch's guard takes the host as long as a tensor does.
+// Makes a GPU the current one. If there is only one GPU it is current already, and torch's guard would take as much
+// host time as a tensor.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int32_t device) {
@@ -102,8 +103,8 @@ class DeviceGuard {
   std::optional<torch::stable::accelerator::DeviceGuard> guard_;
 };
 
-// Memory of torch's allocator without a tensor around it, which the CPU has in a third of the time. What is queued on
-// the stream may use it still when it is given back, as with a tensor's.
+// Memory of torch's allocator without a tensor around it, which takes the CPU a third of the time. As with a tensor's
+// memory, work queued on the stream may still use it after it is freed.
 class Scratch {
  public:
   explicit Scratch(int64_t bytes) {

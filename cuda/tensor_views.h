@@ -1,4 +1,4 @@
-// The operands of a layer as torch sees them, where there are no tensors: tensors that do not own their memory.
+// The operands of a layer as torch needs them, when there are no tensors: tensors that do not own their memory.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -10,7 +10,7 @@
 
 namespace fused_mlp {
 
-// Makes tensors of what an MLP reads and writes.
+// Creates tensors for the operands and results of an MLP.
 class TensorViews {
  public:
   explicit TensorViews(const PlainMlp& mlp)

@@ -34,8 +34,8 @@ struct alignas(sizeof(T) * Width) Vector {
   T lane[Width];
 };
 
-// Elements as they lie in memory: 16 bytes in words, or a single one. Kept so, they take the fewest registers; as a
-// Vector, the compiler takes each 16-bit lane apart as soon as it is read.
+// Elements as they are in memory: 16 bytes in words, or a single one. In this form they use the fewest registers; from
+// a Vector, the compiler would extract each 16-bit lane as soon as it is read.
 template <typename T, int Width>
 struct alignas(sizeof(T) * Width) Packed {
   using Word = std::conditional_t<Width == 1, T, uint32_t>;
@@ -68,7 +68,7 @@ __device__ __forceinline__ uint32_t round_pair(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// Rounds the values and stores them. An assignment of 16 bytes may become four stores; this is one.
+// Rounds the values and stores them. An assignment of 16 bytes may compile to four stores; this is one.
 template <typename T, int Width>
 __device__ __forceinline__ void store(T* target, const float (&values)[Width]) {
   if constexpr (Width == 1) {

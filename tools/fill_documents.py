@@ -264,7 +264,7 @@ def models_table() -> str:
 
 
 def spread_of(spreads: list[float]) -> str:
-    return f"spread ±{statistics.median(spreads):.0%}, at most ±{max(spreads):.0%}"
+    return f"median spread ±{statistics.median(spreads):.0%}, at most ±{max(spreads):.0%}"
 
 
 def half_range(times: dict) -> float:
@@ -295,7 +295,7 @@ GENERATED = ("h200-generate", "h100-generate", "h200-generate-mixture")
 def generate_spread() -> str:
     ways = [way for name in GENERATED for result in run(name)["results"] for way in result["setups"].values()]
     spreads = [way["tokens_per_second_spread"] / 2 for way in ways if "tokens_per_second_spread" in way]
-    return f"On the H200 {spread_of(spreads)}; on the H100 none was taken."
+    return f"On the H200 {spread_of(spreads)}; on the H100 no spread was recorded."
 
 
 def generate_gains(name: str) -> tuple[list[float], list[float]]:
@@ -432,7 +432,7 @@ def adapters_machine() -> str:
     ]
     return (
         f"{facts['gpu']}, PyTorch {facts['torch']}, PEFT {facts['peft']}, transformers {facts['transformers']}, "
-        f"bfloat16, SiLU; GPU time, in inference in CUDA graphs, of steps wall time; {spread_of(spreads)}."
+        f"bfloat16, SiLU; GPU time (inference in CUDA graphs, steps in wall time); {spread_of(spreads)}."
     )
 
 
@@ -480,7 +480,7 @@ def quantised_machine(name: str) -> str:
     spreads = [way[key] / 2 for each in found["results"] for way in each["providers"].values()]
     library = f"bitsandbytes {facts['bitsandbytes']}, " if name != FP8 else ""
     return (
-        f"{facts.get('gpu') or facts['cpu']}, PyTorch {facts['torch']}, {library}SiLU, rows of bfloat16, "
+        f"{facts.get('gpu') or facts['cpu']}, PyTorch {facts['torch']}, {library}SiLU, bfloat16 rows, "
         f"{'in CUDA graphs' if 'gpu' in facts else 'CPU time of one thread'}; "
         f"{spread_of(spreads)}."
     )
@@ -643,7 +643,7 @@ def gpu_experts_machine() -> str:
     found = run("h200-experts")
     shapes = {
         result["name"]: f"{result['name']} has {result['experts']} experts of {result['dim']} x {result['hidden']}, "
-        f"{result['top_k']} a token"
+        f"{result['top_k']} per token"
         for result in found["results"]
     }
     spreads = [way["kernel_us_spread"] for result in found["results"] for way in result["providers"].values()]
@@ -661,8 +661,8 @@ def experts_machine() -> str:
     return (
         f"{facts['cpu']}, {facts['threads']} threads, {facts['instructions']}, PyTorch {facts['torch']}, transformers "
         f"{facts['transformers']}, {facts['dtype']}: {shape['experts']} experts of {shape['dim']} x {shape['hidden']}, "
-        f"{shape['top_k']} a token. Speed-ups in wall time over the best of transformers' ways. The machine was busy "
-        f"with other work: {spread_of([each / 2 for each in spreads])}."
+        f"{shape['top_k']} per token. Wall-time speed-ups over the fastest implementation of transformers. The "
+        f"machine was busy with other work: {spread_of([each / 2 for each in spreads])}."
     )
 
 
@@ -735,7 +735,7 @@ def module_ratios(maker: str, dtype: str, way: str, low: int = 1, high: int = 20
 def modules_machines() -> str:
     facts = {maker: run(name)["machine"] for maker, name in MODULES.items()}
     words = [
-        f"{maker}: {each['cpu']}, {each['threads']} threads, {each['instructions']}, a copy of "
+        f"{maker}: {each['cpu']}, {each['threads']} threads, {each['instructions']}, a copy at "
         f"{each['copy_bandwidth_GBps']} GB/s, PyTorch {each['torch']}"
         for maker, each in facts.items()
     ]
@@ -760,9 +760,9 @@ def coverage_sentence() -> str:
     experts, experts_fused, experts_pointwise, _ = counts("MoE experts")
     return (
         f"Of the {total} MLPs in the {types} model types of transformers {version} that a configuration builds, "
-        f"{fused / total:.1%} are fused, and {(fused + pointwise) / total:.1%} with those of which only "
-        f"`act(gate) * up` is. Groups of experts: of {experts}, {experts_fused / experts:.1%} are fused whole on a "
-        f"CPU, and {experts_pointwise} in the product alone."
+        f"{fused / total:.1%} are fused, and {(fused + pointwise) / total:.1%} with those that have only "
+        f"`act(gate) * up` fused. Groups of experts: of {experts}, {experts_fused / experts:.1%} are fused whole on a "
+        f"CPU, and {experts_pointwise} in the product only."
     )
 
 

@@ -7,7 +7,7 @@
 #include "calls/plain_modules.h"
 #include "registration.h"
 
-// kernel-builder leaves out the sources of all backends but the one that it finds: on a Mac Metal, where it sees a GPU.
+// kernel-builder leaves out the sources of all backends except the one that it finds: on a Mac with a GPU, Metal.
 #if !defined(CPU_KERNEL) && !defined(CUDA_KERNEL)
 #error "there are ops for CPUs and for CUDA alone: on a Mac, build in Nix's sandbox (sandbox = relaxed)"
 #endif
@@ -185,8 +185,8 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, FUSED_MLP_DISPATCH_KEY, o
 #define FUSED_MLP_QUOTED(name) #name
 #define FUSED_MLP_TEXT(name) FUSED_MLP_QUOTED(name)
 
-// Importing the module loads the library, whose static initialisers register the ops. kernel-builder's own macro for it
-// makes a module without functions.
+// Importing the module loads the library, whose static initialisers register the ops. kernel-builder's own macro would
+// create a module without functions.
 PyMODINIT_FUNC FUSED_MLP_INIT(TORCH_EXTENSION_NAME)() {
   static PyModuleDef definition = {PyModuleDef_HEAD_INIT,
                                    FUSED_MLP_TEXT(TORCH_EXTENSION_NAME),

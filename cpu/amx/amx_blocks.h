@@ -10,12 +10,13 @@
 
 namespace fused_mlp::amx {
 
-// Tokens that go through a layer together. `slot` tells their memory from that of others in work at the same time.
+// Tokens that go through a layer together. `slot` selects their memory, so that blocks processed at the same time do
+// not share it.
 struct Block {
   int64_t begin, tokens, slot;
 };
 
-// A thread's part of the panels of a block's layer.
+// A thread's share of the panels of a block's layer.
 struct Share {
   int64_t thread, index, count;
 
@@ -24,11 +25,12 @@ struct Share {
   int64_t end(const Layer& layer) const { return layer.panels() * (index + 1) / count; }
 };
 
-// The division of tokens among threads. If each can have whole blocks, it takes them through all stages. Otherwise all
-// threads share the panels of every block, one stage after the other.
+// The division of tokens among threads. If there is a whole block for each thread, a thread takes its blocks through
+// all stages. Otherwise all threads share the panels of every block, one stage after the other.
 class Blocks {
  public:
-  // `panels`: of the layer that has the fewest. Fewer than threads are not shared.
+  // `panels`: the number of panels of the layer that has the fewest. Layers with fewer panels than threads are not
+  // shared.
   Blocks(int64_t tokens, int64_t panels) : tokens_(tokens), threads_(torch::stable::get_num_threads()) {
     const int64_t groups = ceil_div(tokens, kTokens);
     whole_ = ceil_div(groups, kGroups) >= threads_ || panels < threads_;
@@ -38,9 +40,9 @@ class Blocks {
 
   int64_t threads() const { return threads_; }
   int64_t slots() const { return slots_; }
-  // True if each block has a slot of its own.
+  // True if each block has its own slot.
   bool holds_all() const { return !whole_ || ceil_div(ceil_div(ceil_div(tokens_, kTokens), threads_), kGroups) <= 1; }
-  // The most tokens of a block.
+  // The number of tokens of the longest block.
   int64_t longest() const { return longest_; }
 
   // Calls pack(block), then each stage(block, share).
@@ -71,11 +73,11 @@ class Blocks {
   }
 
  private:
-  // Groups of kTokens tokens in a block at most: enough for a pass over the weights to be cheap, few enough for a chunk
-  // of their features to stay in L2.
+  // The maximum number of groups of kTokens tokens in a block: enough to make a pass over the weights cheap, few enough
+  // for a chunk of their features to stay in L2.
   static constexpr int64_t kGroups = 8;
 
-  // One of `count` parts, about equally long, of some groups.
+  // One of `count` parts of nearly equal length, of some groups.
   Block part(int64_t begin, int64_t groups, int64_t index, int64_t count, int64_t slot) const {
     const int64_t first = (begin + groups * index / count) * kTokens;
     const int64_t last = (begin + groups * (index + 1) / count) * kTokens;

@@ -38,24 +38,26 @@ constexpr int64_t kTileRows = 16;
 constexpr int64_t kSums = 4 * 256;
 
 // A slice of a panel's weights (16 KiB) is copied before it is multiplied with all the tokens. The copy stays in L1,
-// from where tiles are read twice as fast as from L2 (on a Xeon); read in place, rows of a weight would often share L1
-// sets. With few tokens the slices are shorter, so that the next one arrives while this one is in use. With up to
-// kPairsInPlace pairs of tiles of tokens, each of the weights' tiles is used so seldom that they are read in place.
+// from where tiles are read twice as fast as from L2 (on a Xeon). If weights were read in place, their rows would often
+// share L1 sets. With few tokens the slices are shorter, so that the next one arrives while this one is in use. With up
+// to kPairsInPlace pairs of tiles of tokens, each tile of weights is used so seldom that it is read in place.
 constexpr int64_t kLongSlice = 256, kShortSlice = 128;
 constexpr int64_t kPairsOfLongSlice = 4, kPairsInPlace = 4;
 
-// Columns of a weight lie in lines of their own, which no processor fetches by itself.
+// The distance of the prefetch, for weights whose columns are adjacent: each column lies in its own cache lines, which
+// no processor prefetches by itself.
 constexpr int64_t kColumnsAhead = 128;
 
-// Every panel reads the tokens from L2. Long inputs are therefore multiplied a chunk of their features at a time, for a
-// group of panels whose sums stay in L2, too, from one chunk to the next.
+// Every panel reads the tokens from L2. Long inputs are therefore multiplied in chunks of their features, for a group
+// of panels whose sums also stay in L2 between chunks.
 constexpr int64_t kChunkBytes = 1 << 20;
 constexpr int64_t kGroupSums = 256 * kSums;  // 1 MiB
 
 int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// Some compilers' tile intrinsics do not declare that they read memory. This makes sure that it has been written.
+// Some compilers' tile intrinsics do not declare that they read memory. This makes sure that the memory has been
+// written.
 void finish_stores() { __asm__ volatile("" ::: "memory"); }
 
 void configure_tiles() {
@@ -83,8 +85,8 @@ void transpose(__m512i (&rows)[16]) {
 
 __mmask32 first(int64_t count) { return count >= 32 ? ~0u : (1u << count) - 1; }
 
-// Copies columns [begin, begin + count) of a panel into pairs of tiles, and pads them with zeros, of a weight whose
-// columns lie together: pairs of them are brought into one lane, then transposed.
+// Copies columns [begin, begin + count) of a panel into pairs of tiles, padded with zeros, from a column-major weight:
+// pairs of columns are moved into one lane, then transposed.
 void pack_weight_columns(const Layer& layer, int64_t panel, int64_t begin, int64_t count, char* packed) {
   const int64_t begin_feature = panel * layer.panel_features();
   for (int64_t k = 0; k < count; k += kDepth) {
@@ -119,7 +121,7 @@ void pack_weight_columns(const Layer& layer, int64_t panel, int64_t begin, int64
 // A vector of pairs in bf16.
 template <Format kFormat>
 FUSED_MLP_INLINE __m512i rounded(const Pair& values) {
-  if constexpr (kHalves<kFormat>) {  // which they are already
+  if constexpr (kHalves<kFormat>) {  // they already are
     return (__m512i)((VecBits)values.half[0] >> 16 | (VecBits)values.half[1]);
   }
   const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)values.half[1], (__m512)values.half[0]);
@@ -150,8 +152,8 @@ FUSED_MLP_INLINE void decode_row(const Codes& codes, int64_t row, int64_t begin,
   }
 }
 
-// The same of 16 rows from one on; rows past the last repeat it. What comes next is fetched: the columns behind these,
-// or where they end, those that a later row begins with.
+// The same for 16 rows, starting at one row; rows past the last repeat it. It prefetches the columns that are read
+// next: those after these, or at their end the first columns of a later row.
 template <Format kFormat, bool kNested>
 void decode_rows(const Codes& of, int64_t first, int64_t last, int64_t step, int64_t begin, int64_t count,
                  char* packed) {
@@ -222,8 +224,8 @@ FUSED_MLP_INLINE Vec sum(const float* sums, const Projection& projection, int64_
   return bias == nullptr ? x : x + (Vec)(VecBits{} + (uint32_t{bias[feature * projection.bias_stride]} << 16));
 }
 
-// The epilogue of a panel: biases, activation, gate and store. It advances in steps, so that the vector units work on
-// it while the tile unit multiplies the next panel. A step takes two adjacent features of the 16 tokens in a tile.
+// The epilogue of a panel: biases, activation, gate and store. It advances in steps, so that the vector units run it
+// while the tile unit multiplies the next panel. A step handles two adjacent features of the 16 tokens in a tile.
 struct Epilogue {
   const Layer* layer;
   Destination to;
@@ -231,8 +233,8 @@ struct Epilogue {
   const float* sums;
   int64_t panel;
   int64_t step, steps;
-  // A tile's results on their way to a tensor, one pair of features by 16 tokens each, and what is kept of it: gates,
-  // and in the second half ups.
+  // A tile's results before they are stored to a tensor, as pairs of features by 16 tokens each, and the values kept
+  // for the backward: gates, and in the second half ups.
   __m512i rows[16], kept[16];
 
   void (*run)(Epilogue&, int64_t count);
@@ -317,8 +319,8 @@ void run_epilogue(Epilogue& epilogue, int64_t count) {
   }
 }
 
-// The epilogue of a product whose features are the rows of its result. A step takes a feature of the 32 tokens in a
-// pair of tiles: a line of memory.
+// The epilogue of a product whose features are the rows of its result. A step handles one feature of the 32 tokens in a
+// pair of tiles: one cache line.
 void run_rows(Epilogue& epilogue, int64_t count) {
   const Destination& to = epilogue.to;
   for (; count > 0; --count, ++epilogue.step) {
@@ -341,7 +343,7 @@ void run_rows(Epilogue& epilogue, int64_t count) {
   }
 }
 
-// An epilogue that has no steps to do yet.
+// An epilogue that has no steps left.
 Epilogue idle_epilogue(const Layer& layer, int64_t tokens, Destination to) {
   Epilogue epilogue{};
   epilogue.layer = &layer;
@@ -363,7 +365,8 @@ struct Ahead {
   int64_t count, column;
 };
 
-// The sums of a pair of tiles of weights with a pair of tiles of tokens are in tiles 0 to 3: those in memory, or zeros.
+// Loads the sums of a pair of tiles of weights with a pair of tiles of tokens into tiles 0 to 3, from memory or as
+// zeros.
 FUSED_MLP_INLINE void load_sums(const float* sums, bool accumulate) {
   if (accumulate) {
     _tile_loadd(0, sums, 64);
@@ -385,9 +388,9 @@ FUSED_MLP_INLINE void store_sums(float* sums) {
   _tile_stored(3, sums + 768, 64);
 }
 
-// Adds the product of a panel's weights in place, from column `begin` on, and of one pair of tiles of tokens to the
-// sums, or of the first of the pair. Each of its steps also advances the epilogue of earlier sums, and prefetches the
-// next panel, if given, in the order in which it lies: a page of memory has a few rows.
+// Adds to the sums the product of a panel's weights, read in place from column `begin`, and of one pair of tiles of
+// tokens, or of the first tile of the pair. Each of its steps also advances the epilogue of earlier sums, and
+// prefetches the next panel, if given, in the order of its addresses: a page of memory has a few rows.
 void multiply_in_place(const Panel& panel, const Panel* next, int64_t begin, const char* tokens, int64_t steps,
                        float* sums, bool both, Epilogue& epilogue, int64_t epilogue_steps) {
   const uint16_t *low = panel.rows[0] + begin, *high = panel.rows[kTileRows] + begin;
@@ -422,9 +425,8 @@ void multiply_in_place(const Panel& panel, const Panel* next, int64_t begin, con
   store_sums(sums);
 }
 
-// Adds the product of a packed slice of weights and of one pair of tiles of tokens, or of the first of them, to the
-// sums. Each of its steps also advances the epilogue
-// of earlier sums, and prefetches weights into L2.
+// Adds the product of a packed slice of weights and of one pair of tiles of tokens, or of the first tile of the pair,
+// to the sums. Each of its steps also advances the epilogue of earlier sums, and prefetches weights into L2.
 void multiply(const char* weights, const char* tokens, int64_t steps, float* sums, bool accumulate, bool both,
               Epilogue& epilogue, int64_t epilogue_steps, Ahead ahead) {
   load_sums(sums, accumulate);
@@ -557,7 +559,7 @@ void project(const Layer& layer, const uint16_t* packed, int64_t tokens, int64_t
           }
           k += steps * kDepth;
         }
-        for (bool once = layer.in_features == 0; k < chunk_end || once; once = false) {  // without inputs, zeros
+        for (bool once = layer.in_features == 0; k < chunk_end || once; once = false) {  // stores zeros without inputs
           const int64_t count = min(slice, chunk_end - k);
           const char* slice_at = weights;
           if (layer.packed != nullptr) {

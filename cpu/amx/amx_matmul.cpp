@@ -30,10 +30,10 @@ bool takes_matmul(const Tensor& a, const Tensor& b) {
   return least >= kLeastOfMatmul && has_adjacent_elements(a) && has_adjacent_elements(b);
 }
 
-// The columns of b are the tokens, and a's rows are the weights of features: then a tile of sums has rows of `out`.
+// The columns of b are the tokens, and a's rows are the weights of features, so a tile of sums has rows of `out`.
 void matmul(const Tensor& out, const Tensor& a, const Tensor& b, bool accumulate) {
-  // A left matrix whose columns lie together is brought into tiles by so many features at once. Blocks of tokens that
-  // are not held are packed again for each of these parts, which must be large enough for that to cost little.
+  // The number of features for which a column-major left matrix is packed into tiles at once. Blocks of tokens that are
+  // not cached are packed again for each of these parts, which must be large enough to make that cheap.
   constexpr int64_t kFeaturesAtOnce = 512;
   const int64_t depth = a.size(1), columns = b.size(1), features = a.size(0);
   const bool by_rows = has_adjacent_columns(a);
@@ -58,7 +58,7 @@ void matmul(const Tensor& out, const Tensor& a, const Tensor& b, bool accumulate
   for (int64_t begin = 0; begin < features; begin += at_once) {
     Layer layer = part_of(begin);
     if (!by_rows) {
-      constexpr int64_t kGrain = 8192;  // weights worth a thread
+      constexpr int64_t kGrain = 8192;  // minimum number of weights per thread
       torch::stable::parallel_for(0, ceil_div(depth, kDepth), ceil_div(kGrain, layer.out_features * kDepth),
                                   [&](int64_t first, int64_t last) {
                                     pack_weights(layer, first * kDepth, std::min(last * kDepth, depth), weights);

@@ -1,4 +1,4 @@
-// The ops of attentions: their projections of one input, and rotary embeddings.
+// The ops for attention: projections of one input, and rotary embeddings.
 #include <bit>
 #include <type_traits>
 
@@ -61,7 +61,7 @@ void turn_all(const Rotary& p) {
   });
 }
 
-// The functions that projections.h and rotated.h ask of a backend.
+// The functions that projections.h and rotated.h require of a backend.
 struct Backend : Cpu {
   static Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
     const TensorRows rows(x);

@@ -5,12 +5,12 @@
 #include "../../torch-ext/operands/matrix.h"
 #include "../quantized/codes.h"
 
-// Layers of an MLP on few rows of x: the weights are read once, as they lie, and every element is multiplied with all
-// rows while it is in a register.
+// Layers of an MLP on few rows of x. The weights are read once, in their own layout, and every element is multiplied
+// with all rows while it is in a register.
 namespace fused_mlp::few_rows {
 
-// A weight [out, in], whose rows are of adjacent elements and row_stride elements apart, and a dense bias [out] or
-// null. With `codes` the weight is quantised: these are decoded in the place of it.
+// A weight [out, in], whose rows are contiguous and row_stride elements apart, and a dense bias [out] or null. With
+// `codes` the weight is quantised, and these are decoded instead.
 struct Projection {
   const void* weight;
   int64_t row_stride;
@@ -30,9 +30,9 @@ struct Layer {
 // The number of rows of x that have sums in registers at once.
 constexpr int64_t kRowsAtOnce = 8;
 
-// Rows of x as they are multiplied, in blocks, `stride` floats apart: fp32, or for dot products bf16, whose blocks take
-// half of the place. For codes each block has the elements of even columns before those of odd ones, as bf16 always
-// has.
+// Rows of x as they are multiplied, in blocks, `stride` floats apart: fp32, or bf16 for dot products, whose blocks take
+// half of the space. For codes each block has the elements of even columns before those of odd ones; bf16 always has
+// this order.
 struct Rows {
   float* data;
   int64_t stride;
@@ -40,20 +40,20 @@ struct Rows {
   bool for_codes;
 };
 
-// The place of a hidden layer's values before the activation, for a backward: [rows, features], up of a gated one
-// alone; nowhere where their data are null.
+// Where to store a hidden layer's values before the activation for a backward: [rows, features], `up` only if gated.
+// Null data: nowhere.
 struct Kept {
   Matrix gate, up;
 };
 
-// The kernels of one instruction set. Arithmetic is in fp32, each result is rounded once. They work on blocks of
-// features, of which a layer has one or more on either side. The last block of a number of features that is no
-// multiple of `block` begins inside of the one before.
+// The kernels of one instruction set. Arithmetic is in fp32, and each result is rounded once. They work on blocks of
+// features; a layer has at least one block on either side. If the number of features is not a multiple of `block`, the
+// last block starts inside the one before.
 struct Kernels {
   int64_t block;
-  // Brings rows of x into the order in which they are multiplied.
+  // Puts rows of x in the order in which they are multiplied.
   void (*prepare)(DType dtype, Matrix x, int64_t features, Rows rows);
-  // Computes the blocks [begin, end) of a layer's result: rows of `out`, or, where its data are null, of `next`, the
+  // Computes the blocks [begin, end) of a layer's result into rows of `out`, or, if its data are null, of `next`, the
   // prepared rows of the next layer.
   void (*project)(const Layer& layer, Rows rows, int64_t begin, int64_t end, Matrix out, Rows next, Kept kept);
 };
@@ -67,5 +67,5 @@ namespace fused_mlp::avx512 {
 extern const few_rows::Kernels kFewRows;
 }
 namespace fused_mlp::avx512_bf16 {
-extern const few_rows::Kernels kFewRows;  // for bfloat16 alone
+extern const few_rows::Kernels kFewRows;  // for bfloat16 only
 }

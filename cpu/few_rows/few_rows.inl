@@ -1,7 +1,7 @@
-// The kernels of few_rows.h for one instruction set, on the blocks of memory.inl; see math.inl for how this is
-// included. It needs pairwise_sums(a, b), the sums of neighbouring lanes of a, then of b, columns_apart(pair), the even
-// elements of its two vectors, then the odd ones, and decode.inl, but with FUSED_MLP_DOTS. With FUSED_MLP_DOTS it has
-// the kernels for bfloat16 alone, by add_dots(sums, a, b), which adds the products of the pair in each lane.
+// The kernels of few_rows.h for one instruction set, on the blocks of memory.inl; see math.inl, which explains how this
+// file is included. It needs pairwise_sums(a, b), the sums of neighbouring lanes of a, then of b; columns_apart(pair),
+// the even elements of its two vectors, then the odd ones; and, without FUSED_MLP_DOTS, decode.inl. With FUSED_MLP_DOTS
+// it only has the kernels for bfloat16, by add_dots(sums, a, b), which adds the products of the pair in each lane.
 
 using few_rows::Kept;
 using few_rows::kRowsAtOnce;
@@ -9,12 +9,12 @@ using few_rows::Layer;
 using few_rows::Projection;
 using few_rows::Rows;
 
-// Rows that have sums in registers together.
+// Rows whose sums are in registers at the same time.
 struct PartOfRows {
   int64_t first, count;
 };
 
-// A block of a row as it is multiplied: bf16 as it is where there are dot products, else widened.
+// A block of a row as it is multiplied: bf16 unchanged if there are dot products, else widened.
 #ifdef FUSED_MLP_DOTS
 typedef VecBits Operand;
 constexpr int64_t kPreparedBlock = kWidth;  // words of a block of prepared rows
@@ -30,7 +30,7 @@ FUSED_MLP_INLINE void add_products(Vec& sums, const Operand& a, const Operand& b
   sums = add_dots(sums, (Vec)a, (Vec)b);
 }
 
-// Five to seven rows take as long as eight: where so many are left, the last part begins inside of the one before.
+// Five to seven rows take as long as eight: if that many are left, the last part starts inside the one before.
 FUSED_MLP_INLINE PartOfRows part_of(int64_t rows, int64_t part) {
   const int64_t first = part * kRowsAtOnce, left = rows - first;
   if (left >= kRowsAtOnce) return {first, kRowsAtOnce};
@@ -58,7 +58,7 @@ FUSED_MLP_INLINE PartOfRows part_of(int64_t rows, int64_t part) {
 }
 #endif
 
-// The place of a block of features, and the number of them that no earlier block has.
+// The start of a block of features, and the number of them that no earlier block covers.
 struct BlockOf {
   int64_t begin, count;
 
@@ -69,7 +69,7 @@ struct BlockOf {
   }
 };
 
-// Keeps some elements of a block, and makes zeros of the others, whatever they are.
+// Keeps some elements of a block, and sets the others to zero, even NaN.
 struct Mask {
   VecBits half[2];
 };
@@ -79,7 +79,7 @@ FUSED_MLP_INLINE Pair masked(Pair x, const Mask& mask) {
   return x;
 }
 
-// Likewise of bf16 in pairs.
+// The same for bf16 in pairs.
 FUSED_MLP_INLINE VecBits masked(VecBits pairs, const Mask& mask) {
   return pairs & ((mask.half[0] & 0xffffu) | (mask.half[1] & 0xffff0000u));
 }
@@ -93,7 +93,7 @@ FUSED_MLP_INLINE Mask last_of_block(int64_t count) {
   return mask;
 }
 
-// A block of which the last `count` elements alone are no earlier block's.
+// A block of which only the last `count` elements are not covered by an earlier block.
 template <typename T>
 FUSED_MLP_INLINE Pair without_others(Pair x, int64_t count) {
   return count == kBlock ? x : masked(x, last_of_block<T>(count));
@@ -111,8 +111,8 @@ FUSED_MLP_INLINE Vec lane_sums(const Vec (&vectors)[kWidth]) {
   return level[0];
 }
 
-// The products of a block of features with one row of x, each as a vector whose lanes are yet to be added. They are in
-// the order of the lanes of a pair.
+// The products of a block of features with one row of x, each as a vector whose lanes are still to be added. They are
+// in the order of the lanes of a pair.
 typedef Vec Products[2][kWidth];
 
 template <typename T>
@@ -120,8 +120,8 @@ FUSED_MLP_INLINE Vec& product_of(Products& products, int64_t feature) {
   return kIsBf16<T> ? products[feature % 2][feature / 2] : products[feature / kWidth][feature % kWidth];
 }
 
-// A sum in registers is added to that of the blocks before it after so many blocks: its rounding errors would grow with
-// the number of its terms.
+// After this many blocks, a sum in registers is added to the sum of the blocks before. Otherwise its rounding errors
+// would grow with the number of its terms.
 constexpr int64_t kBlocksOfSum = 32;
 
 // The number of rows of weights that are read at once: as many as leave half of the registers free.
@@ -131,9 +131,8 @@ constexpr int streams_of(int rows) {
   return streams > 0 ? streams : 1;
 }
 
-// Multiplies a block of features, from `begin` on, with rows of x. A group of the weights' rows is read side by side,
-// and while that is multiplied, the next is fetched: the processor by itself fetches no more than what is left of a
-// page.
+// Multiplies a block of features, from `begin`, with rows of x. A group of weight rows is read in parallel, and while
+// it is multiplied, the next one is prefetched: the hardware prefetches only to the end of a page.
 template <typename T, int kRows>
 void multiply(const Projection& projection, int64_t in_features, int64_t begin, Rows x, Products* products) {
   constexpr int kStreams = streams_of(kRows);
@@ -182,8 +181,8 @@ void multiply(const Projection& projection, int64_t in_features, int64_t begin, 
 }
 
 #ifndef FUSED_MLP_DOTS
-// The same of a quantised weight, whose rows have a multiple of kBlock features: each block of them is decoded once for
-// all rows of x.
+// The same for a quantised weight, whose rows have a multiple of kBlock features: each block is decoded once for all
+// rows of x.
 template <typename T, Format kFormat, bool kNested, int kRows>
 void multiply_codes(const Projection& projection, int64_t in_features, int64_t begin, Rows x, Products* products) {
   constexpr int kStreams = streams_of(kRows);
@@ -242,7 +241,7 @@ FUSED_MLP_INLINE Pair add_up(const Products& products, const Projection& project
   return sums;
 }
 
-// Stores a block of a row of a matrix: where it is the last, those elements alone that no earlier block has.
+// Stores a block of a row of a matrix; of the last block only those elements that no earlier block covers.
 template <typename T>
 FUSED_MLP_INLINE void store_block(Matrix to, int64_t r, BlockOf block, Pair values) {
   T* const at = row<T>(to, r) + block.begin;
@@ -311,7 +310,7 @@ Multiply multiply_for(const Projection& projection, int64_t rows) {
   return chosen;
 }
 
-// A matrix from a row on; none of none.
+// A matrix from a given row; null stays null.
 template <typename T>
 FUSED_MLP_INLINE Matrix rows_from(Matrix matrix, int64_t first) {
   return matrix.data == nullptr ? matrix : Matrix{row<T>(matrix, first), matrix.row_stride};
@@ -325,7 +324,7 @@ void project_as(const Layer& layer, Rows x, int64_t begin, int64_t end, Matrix o
   const int64_t parts = ceil_div(x.count, kRowsAtOnce);
   for (int64_t index = begin; index < end; ++index) {
     const int64_t feature = BlockOf(layer.out_features, index).begin;
-    for (int64_t part = 0; part < parts; ++part) {  // the block of weights is in a cache, after the first
+    for (int64_t part = 0; part < parts; ++part) {  // after the first part the block of weights is in a cache
       const auto [first, count] = part_of(x.count, part);
       const Rows some{x.data + first * x.stride, x.stride, count, x.for_codes};
       multiply_for<T>(layer.gate, count)(layer.gate, layer.in_features, feature, some, gates);

@@ -11,11 +11,11 @@ namespace fused_mlp::few_rows {
 
 namespace {
 
-// True if bf16 is multiplied by dot products of pairs. Where there is AMX, these kernels are for so few rows that
-// widened values do as well.
+// True if bf16 is multiplied by dot products of pairs. With AMX, these kernels are used for so few rows that widened
+// values are as fast.
 bool by_dots(DType dtype) { return dtype == DType::kBFloat16 && isa() == Isa::kAvx512Bf16; }
 
-// True if that was measured to pay for more rows than widened values do.
+// True if dot products were measured to pay for more rows than widened values do.
 bool by_fast_dots(DType dtype) { return by_dots(dtype) && has_wide_vectors(); }
 
 // The kernels of the best instruction set that this CPU has, or null.
@@ -28,7 +28,7 @@ const Kernels* kernels(DType dtype) {
 #endif
 }
 
-// Those of a layer: codes are widened when they are decoded.
+// Those for a layer: codes are widened when they are decoded.
 const Kernels* kernels(const Layer& layer) {
 #if defined(__x86_64__)
   if (layer.gate.codes != nullptr) return widest(avx512::kFewRows, avx2::kFewRows);
@@ -36,14 +36,14 @@ const Kernels* kernels(const Layer& layer) {
   return kernels(layer.dtype);
 }
 
-// The number of rows up to which codes take less time than what else multiplies them (measured on a Xeon): tiles of
-// decoded weights, or torch's products of weights that are decoded first.
+// The number of rows up to which codes take less time than the alternatives (measured on a Xeon): tiles of decoded
+// weights, or torch's products with weights that are decoded first.
 int64_t most_rows_of_codes(DType dtype) { return dtype == DType::kBFloat16 && isa() == Isa::kAmx ? 5 : 96; }
 
-// Bytes of weights worth a thread.
+// Minimum number of bytes of weights per thread.
 constexpr int64_t kGrain = 32768;
 
-// Bytes of weights that a core keeps from call to call.
+// Bytes of weights that a core keeps in its cache between calls.
 constexpr int64_t kCachedBytes = 2 << 20;
 
 // Rows are an odd number of blocks apart, so that no two share a set of L1.
@@ -61,19 +61,21 @@ void run_layer(const Layer& layer, Rows rows, Matrix out, Rows next, Kept kept) 
       [&](int64_t begin, int64_t end) { kernels(layer)->project(layer, rows, begin, end, out, next, kept); });
 }
 
-// The numbers of rows for which these kernels were measured to take less time than what else multiplies them: tiles, or
-// torch's libraries, of which that for float32 is slow with few rows on other processors than Intel's. There it
-// streams the weights itself past one row, and past three with AVX-512, and only the call is shorter.
+// The numbers of rows for which these kernels were measured to take less time than the alternatives: tiles, or torch's
+// libraries. torch's float32 library is slow with few rows, except on Intel's processors. There it streams the weights
+// as fast for one row, and with AVX-512 for up to three; with one row these kernels only shorten the call
+// (`streams_one`).
 struct Bounds {
   int64_t least, most;
   bool streams_one = false;
 };
 
-// Up to so many rows, and up to more of weights that a core keeps, bf16 takes less time by dot products than oneDNN's
-// kernels, which multiply as fast, but bring the weights into another order first (measured on a Zen 5).
+// Up to this many rows, and up to more if a core keeps the weights, bf16 takes less time by dot products than in
+// oneDNN. oneDNN's kernels multiply as fast, but reorder the weights first (measured on a Zen 5).
 constexpr int64_t kMostRowsByDots = 24, kMostCachedRows = 48;
 
-// With more rows than have sums at once, a block of weights is read again, with other rows: from L2, if both find room.
+// With more rows than have sums at once, a block of weights is read again with other rows. It comes from L2 if the
+// weights and the rows both fit.
 bool fits_l2(int64_t rows, const Layer& layer) {
   constexpr int64_t kL2Bytes = 1 << 20;
   const int64_t weights = kernels(layer.dtype)->block * (layer.gated ? 2 : 1);
@@ -92,7 +94,8 @@ Bounds bounds_of(DType dtype) {
   return {1, intel ? 16 : 6};
 }
 
-// True if a row of the weights is no whole number of cache lines, so that vectors of the next row lie in two each.
+// True if a row of the weights is not a whole number of cache lines, so that vectors of the next row cross two lines
+// each.
 bool crosses_lines(const Layer& layer) {
   constexpr int64_t kLine = 64;
   return layer.in_features * element_bytes(layer.dtype) % kLine != 0;
@@ -117,8 +120,8 @@ bool take(int64_t rows, const Layer& hidden, const Layer* down, bool keeps) {
   const int64_t block = kernels(hidden.dtype)->block;
   const auto holds = [&](const Layer& layer) { return layer.in_features >= block && layer.out_features >= block; };
   if (!holds(hidden) || (down != nullptr && !holds(*down))) return false;
-  if (hidden.dtype == DType::kFloat32 && is_intel()) {  // where MKL is fast (measured on a Xeon)
-    // Behind these kernels, MKL's products of a backward take longer than what the forward gains.
+  if (hidden.dtype == DType::kFloat32 && is_intel()) {  // MKL is fast there (measured on a Xeon)
+    // After these kernels, MKL's products in a backward lose more time than the forward gains.
     if (keeps) return false;
     constexpr int64_t kMostAcrossLines = 10;
     const bool crosses = crosses_lines(hidden) || (down != nullptr && crosses_lines(*down));

@@ -4,16 +4,16 @@
 
 namespace fused_mlp::few_rows {
 
-// The name of the instruction set of their kernels.
+// The name of the instruction set of these kernels.
 const char* instruction_set(DType dtype);
 
-// True if they may be faster than the other ways, by measurement, for so many rows.
+// True if the kernels may be faster than the alternatives for this many rows, by measurement.
 bool may_pay(DType dtype, int64_t rows);
 
-// True if they are for these layers; `down` is null where there is one layer. `keeps`: a backward follows.
+// True if they are faster for these layers; `down` is null if there is only one layer. `keeps`: a backward follows.
 bool take(int64_t rows, const Layer& hidden, const Layer* down, bool keeps);
 
-// The same of layers whose weights are quantised and have a block of features at least.
+// The same for layers with quantised weights that have at least one block of features.
 bool take_codes(DType dtype, int64_t rows);
 constexpr int64_t kFeaturesOfCodes = 32;
 

@@ -24,10 +24,10 @@ const Kernels* kernels() {
 #endif
 }
 
-// The numbers of rows, of a or of both where a is read by columns, for which these kernels were measured to take less
-// time than torch's libraries. That for float32 is as fast on Intel's processors; on others it is slow with few rows,
-// and has no kernels for AVX-512. That for bfloat16 has none for AVX2. A weight that is read by columns is packed for
-// every call, which takes more rows to pay.
+// The numbers of rows, of a, or of both if a is read by columns, for which these kernels were measured to take less
+// time than torch's libraries. The float32 library is as fast on Intel's processors; on others it is slow with few
+// rows, and has no AVX-512 kernels. The bfloat16 library has no AVX2 kernels. A weight that is read by columns is
+// packed on every call, which needs more rows to pay.
 struct Bounds {
   int64_t least, most;
 };
@@ -69,7 +69,7 @@ bool takes_matmul(const Tensor& a, const Tensor& b) {
 }
 
 void matmul(const Tensor& out, const Tensor& a, const Tensor& b, bool accumulate) {
-  constexpr int64_t kGrain = 1 << 16;  // products worth a thread
+  constexpr int64_t kGrain = 1 << 16;  // minimum number of products per thread
   const DType dtype = dtype_of(a, "a");
   const bool a_by_columns = a.stride(1) != 1, b_by_columns = b.stride(1) != 1;
   const int64_t rows = a.size(0), depth = a.size(1), cols = b.size(1), block = kernels()->block;
@@ -87,13 +87,13 @@ void matmul(const Tensor& out, const Tensor& a, const Tensor& b, bool accumulate
                         cols};
 
   const int64_t blocks = ceil_div(cols, block), most = ceil_div(rows * depth * cols, kGrain);
-  constexpr int64_t kLeastRows = 8;  // rows worth a thread
+  constexpr int64_t kLeastRows = 8;  // minimum number of rows per thread
   const int64_t available = torch::stable::get_num_threads();
-  // Columns are shared unless there are more rows, or too few columns for all threads.
+  // Threads divide columns, unless there are more rows, or too few columns for all threads.
   const bool shares_rows = rows > cols || blocks < std::min(available, rows / kLeastRows);
   const int64_t threads = std::clamp<int64_t>(available, 1, std::min(most, shares_rows ? rows : blocks));
   const int64_t scratch = kernels()->scratch_size(product, shares_rows ? blocks : ceil_div(blocks, threads));
-  // A line of the caches is not to be shared by two vectors.
+  // Two vectors must not share a cache line.
   struct alignas(64) Line {
     float elements[16];
   };

@@ -1,9 +1,9 @@
-// The kernels of matmul.h for one instruction set. few_rows.inl comes before, and has its blocks; it needs
-// interleave(a, b, low, high), the lanes of a and b by turns.
+// The kernels of matmul.h for one instruction set. few_rows.inl must come before and defines the blocks; this file
+// needs interleave(a, b, low, high), which alternates the lanes of a and b.
 
 using vectors::Product;
 
-// So many rows of a have sums in registers at once, two vectors of each.
+// The number of rows of a whose sums are in registers at once, two vectors each.
 constexpr int64_t kRowsOfSums = kWidth / 2;
 
 constexpr int64_t kDepthAtMost = 256;  // rows of b in a panel of one block
@@ -11,15 +11,15 @@ constexpr int64_t kDepthAtMost = 256;  // rows of b in a panel of one block
 // The number of blocks of columns that are multiplied at once: as many as leave half of the registers free.
 constexpr int blocks_of(int rows) { return streams_of(rows) > 1 ? streams_of(rows) / 2 : 1; }
 
-// The cut of a product: into passes of rows of a, groups of blocks of columns, and panels of rows of b.
+// The partition of a product into passes of rows of a, groups of blocks of columns, and panels of rows of b.
 struct Cut {
   int64_t rows, blocks, depth;
   bool packs;  // true if panels are copied, so that their rows are adjacent
 };
 
-// A few rows are multiplied with all columns, so that b is read, or the result of a short product written, as it lies.
-// Rows of b lie in pages of their own then, of which a processor keeps track of some hundreds. Many rows have a panel
-// and the sums of their group in L1 and L2.
+// A few rows are multiplied with all columns, so that b is read, or the result of a short product written, in memory
+// order. Rows of b then lie in pages of their own, and a processor keeps track of some hundreds of pages. With many
+// rows, a panel and the sums of its group stay in L1 and L2.
 FUSED_MLP_INLINE Cut cut_of(const Product& product, int64_t blocks) {
   constexpr int64_t kShort = 64;
   if (product.rows <= kRowsOfSums) return {kRowsOfSums, blocks, kShort, product.by_columns};
@@ -42,7 +42,7 @@ struct Factors {
   int64_t row_step, depth_step;
 };
 
-// Multiplies rows of a with a panel of b, and hands finish() the sums: (row, block, pair).
+// Multiplies rows of a with a panel of b, and passes the sums to finish(): (row, block, pair).
 template <typename T, int kRows, int kBlocks, typename Finish>
 FUSED_MLP_INLINE void multiply_panel(Factors a, const Panel<T>& panel, const Finish& finish) {
   Vec found[kRows][kBlocks][2] = {};
@@ -71,8 +71,8 @@ FUSED_MLP_INLINE void multiply_panel(Factors a, const Panel<T>& panel, const Fin
   }
 }
 
-// A panel's part of some rows of the result, from a row and a block on. Until the last panel sums are in memory of
-// their own, `stride` elements a row: the rows of a result often share a set of L1.
+// A panel's part of some rows of the result, from a given row and block. Until the last panel, sums are in separate
+// memory with `stride` elements per row, because the rows of a result often share an L1 set.
 struct Part {
   const Product* product;
   int64_t row, block;
@@ -112,7 +112,7 @@ FUSED_MLP_INLINE void transpose(Vec (&rows)[kWidth]) {
   }
 }
 
-// Brings a panel of weights [cols, depth] into rows of a block's columns.
+// Transposes a panel of weights [cols, depth] into rows of a block's columns.
 FUSED_MLP_INLINE void pack(const float* weights, int64_t row_stride, int64_t depth, float* panel) {
   for (int64_t h = 0; h < 2; ++h) {
     for (int64_t k = 0; k < depth; k += kWidth) {
@@ -169,7 +169,7 @@ static int64_t scratch_size(const Product& product, int64_t blocks) {
   return sums_size(product, cut) + (product.dtype == DType::kFloat32 ? 0 : cut.rows * cut.depth);
 }
 
-// Rows of a, `count` of their elements from `depth` on; those of bf16 are widened to memory.
+// Rows of a, `count` of their elements from `depth`; bf16 is widened to memory.
 template <typename T>
 FUSED_MLP_INLINE Factors factors_of(const Product& product, int64_t begin, int64_t rows, int64_t depth, int64_t count,
                                     float* wide) {
@@ -206,7 +206,7 @@ void multiply_as(const Product& product, int64_t begin, int64_t end, int64_t fir
             if (cut.rows == kRowsOfSums && block + blocks_of(kRows) <= group_end) blocks = blocks_of(kRows);
           });
           const Panel<T> panel = panel_of(product, cut.packs, depth, count, block, blocks, packed);
-          for (int64_t p = 0; p < parts; ++p) {  // the panel is in a cache, after the first
+          for (int64_t p = 0; p < parts; ++p) {  // after the first part the panel is in a cache
             const int64_t from = rows * p / parts, some = rows * (p + 1) / parts - from;
             float* const sums = scratch + from * stride + (block - group) * kBlock;
             const Part part{&product, row + from, block, sums, stride, depth == 0, depth + count == product.depth};

@@ -18,7 +18,7 @@ namespace {
 constexpr const char* kNames[] = {"scalar", "avx2", "avx512", "avx512_bf16", "amx"};
 
 #if defined(__x86_64__) && defined(__linux__)
-// The state of AMX is large: Linux lets a process use it only after the process has asked.
+// The state of AMX is large: Linux lets a process use it only after the process has requested it.
 bool amx_granted() {
   unsigned eax, ebx, ecx, edx;
   constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
@@ -80,7 +80,7 @@ bool has_wide_vectors() {
     unsigned eax, ebx, ecx, edx;
     if (isa() < Isa::kAvx512 || is_intel() || !__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return false;
     const unsigned family = (eax >> 8 & 0xf) + (eax >> 20 & 0xff), model = (eax >> 4 & 0xf) + (eax >> 12 & 0xf0);
-    // Zen 5 was measured. Its models for servers and desktops have units of 512 bits; most for laptops have not.
+    // Zen 5 was measured. Its server and desktop models have 512-bit units; most laptop models do not.
     constexpr unsigned kZen5 = 0x1a;
     return family > kZen5 || (family == kZen5 && (model < 0x20 || (model >= 0x40 && model < 0x50)));
   }();

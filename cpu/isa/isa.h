@@ -13,13 +13,13 @@ Isa isa();
 // True if Intel made this processor.
 bool is_intel();
 
-// True if it is one of AMD's whose vector units have the full width of AVX-512, and isa() uses that.
+// True if this is an AMD processor whose vector units have the full width of AVX-512, and isa() uses that.
 bool has_wide_vectors();
 
 // Its name in that variable.
 const char* name(Isa isa);
 
-// The one of two tables of kernels that was compiled for the widest vectors in use; null where none are.
+// From two tables of kernels, the one compiled for the widest vectors in use; null if none are.
 template <typename Kernels>
 const Kernels* widest(const Kernels& avx512, const Kernels& avx2) {
   if (isa() >= Isa::kAvx512) return &avx512;

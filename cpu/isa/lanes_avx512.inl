@@ -1,4 +1,5 @@
-// Operations of few_rows.inl and matmul.inl in AVX-512; see math.inl, which comes before, for how this is included.
+// Operations of few_rows.inl and matmul.inl in AVX-512; see math.inl, which must come before and explains how this file
+// is included.
 
 // [a0 + a1, a2 + a3, ..., b0 + b1, b2 + b3, ...]
 FUSED_MLP_INLINE Vec pairwise_sums(Vec a, Vec b) {

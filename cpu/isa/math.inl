@@ -1,21 +1,21 @@
 // Vectors of fp32 and the activations on them. Included once per instruction set, inside that set's namespace and under
-// its target pragma, with kWidth (the number of lanes) defined, and FUSED_MLP_PERMUTES where AVX-512 has intrinsics. It
-// must not include anything itself, lest code of other headers be compiled for an instruction set that the CPU may
-// lack.
+// its target pragma, with kWidth (the number of lanes) defined, and FUSED_MLP_PERMUTES if AVX-512 has intrinsics. It
+// must not include anything itself, otherwise code of other headers would be compiled for an instruction set that the
+// CPU may lack.
 
 #define FUSED_MLP_INLINE static inline __attribute__((always_inline))
 
 typedef float Vec __attribute__((vector_size(kWidth * 4)));
 typedef uint32_t VecBits __attribute__((vector_size(kWidth * 4)));
 
-FUSED_MLP_INLINE Vec splat(float value) { return value - Vec{}; }  // the same bits, of -0 too
+FUSED_MLP_INLINE Vec splat(float value) { return value - Vec{}; }  // the same bits, also for -0
 FUSED_MLP_INLINE Vec magnitude(Vec x) { return (Vec)((VecBits)x & 0x7fffffffu); }
 // Comparisons are written so that NaN stays NaN.
 FUSED_MLP_INLINE Vec at_most(Vec x, float bound) { return x > bound ? splat(bound) : x; }
 FUSED_MLP_INLINE Vec at_least(Vec x, float bound) { return x < bound ? splat(bound) : x; }
 
-// Two vectors. Those of bf16 values come from and go to a vector of their pairs, the first of each pair in the low half
-// of a lane: this takes no shuffles, and no calculation here depends on the order of the lanes.
+// Two vectors. bf16 values are loaded from and stored to a vector of their pairs, the first of each pair in the low
+// half of a lane: this takes no shuffles, and no calculation here depends on the order of the lanes.
 struct Pair {
   Vec half[2];
 };
@@ -67,8 +67,8 @@ FUSED_MLP_INLINE Vec exp_of(Reduced x) {
   return scaled(x, r * r * polynomial(r, kExp) + r);
 }
 
-// Zero in place of traces, of which products with gradients are subnormal: on those a CPU takes up to a hundred times
-// as long. Eager PyTorch, which adds to 1 for both kinds of GELU, has zero from 2^-24 on.
+// Flushes tiny values to zero whose products with gradients are subnormal: on those a CPU takes up to a hundred times
+// as long. Eager PyTorch, which adds to 1 for both kinds of GELU, has zero from 2^-24.
 FUSED_MLP_INLINE Vec without_traces(Vec x) { return x < 0x1p-73f ? Vec{} : x; }
 
 // sigmoid(-|z|), the smaller of sigmoid(z) and 1 - sigmoid(z).
@@ -110,7 +110,7 @@ FUSED_MLP_INLINE Normal normal(Vec x) {
 }
 
 // The cumulative probability alone, for a result that is rounded to bf16: relative error 4.1e-5, a fiftieth of what the
-// rounding may take. It is the formula of the tail above from t = 0 on, with s = 1 / (1 + 3 t / 8), of lower degree.
+// rounding may cause. It is the formula of the tail above from t = 0, with s = 1 / (1 + 3 t / 8), of lower degree.
 FUSED_MLP_INLINE Vec probability_for_bf16(Vec x) {
   const Vec t = at_most(magnitude(x), 14.9f);
   const Reduced exponent = reduce(t * t * -0.5f);
@@ -124,12 +124,11 @@ FUSED_MLP_INLINE Vec probability_for_bf16(Vec x) {
 }
 
 #ifdef FUSED_MLP_PERMUTES
-// The probability alone, by a table: beyond t = |x| near each k / 4 it is a polynomial in 4 t - k, minimax. A row has
-// the coefficients of one power, the highest first. Beyond t = 7.6 it is zero; eager's, of 1 + erf, is zero from t
-// = 5.5 on.
+// The probability alone, by a table: near each k / 4, for t = |x|, it is a polynomial in 4 t - k, minimax. A row has
+// the coefficients of one power, the highest first. Beyond t = 7.6 it is zero; eager's 1 + erf is zero from t = 5.5.
 
-// Relative error 1e-8 up to t = 3, 3.1e-7 up to t = 4 and 1.6e-5 up to t = 7.6: that of a polynomial's rounding is
-// 1e-7.
+// Relative error 1e-8 up to t = 3, 3.1e-7 up to t = 4 and 1.6e-5 up to t = 7.6; evaluating the polynomial adds a
+// rounding error of 1e-7.
 alignas(64) static const float kTail[6][32] = {
     {-0x1.45bc7cp-17f, -0x1.142424p-17f, -0x1.29f938p-18f, 0x1.5fddecp-23f,
      0x1.084b7ep-18f,  0x1.873852p-18f,  0x1.7ed2f0p-18f,  0x1.18b572p-18f,
@@ -244,7 +243,7 @@ FUSED_MLP_INLINE Vec probability_by_table(Vec x, const float (&table)[kTerms][32
 // without its cancellation at negative x.
 constexpr float kGeluTanhLinear = 0x1.988454p0f, kGeluTanhCubic = 0x1.2444f2p-4f;
 
-// kForBf16: the result is rounded to bf16, and not added to anything before.
+// kForBf16: the result is rounded to bf16, and nothing is added before.
 template <Activation kActivation, bool kForBf16>
 FUSED_MLP_INLINE Vec activate(Vec x) {
   if constexpr (kActivation == Activation::kLinear) {

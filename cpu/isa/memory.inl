@@ -1,4 +1,5 @@
-// Blocks of values in memory, of float or of bfloat16; see math.inl, which comes before, for how this is included.
+// Blocks of values in memory, of float or of bfloat16; see math.inl, which must come before and explains how this file
+// is included.
 
 struct BFloat16 {
   uint16_t bits;
@@ -49,7 +50,7 @@ FUSED_MLP_INLINE Pair load(const T* from, int64_t count) {
   return load(block);
 }
 
-// The same of float32 values, in the order of a block of T.
+// The same for float32 values, in the order of a block of T.
 template <typename T>
 FUSED_MLP_INLINE Pair load_as(const float* from, int64_t count) {
   if constexpr (!kIsBf16<T>) return load(from, count);

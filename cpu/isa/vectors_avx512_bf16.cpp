@@ -1,4 +1,5 @@
-// The kernels of few_rows.h for bfloat16, by AVX-512's dot products of pairs: twice as many products as with float32.
+// The kernels of few_rows.h for bfloat16, by AVX-512's dot products of pairs, which do twice as many products as with
+// float32.
 #include "../../torch-ext/operands/activation.h"
 #include "../few_rows/few_rows.h"
 

@@ -22,7 +22,7 @@ few_rows::Layer layer_of(const PlainMlp& mlp, int number) {
           layer.activation};
 }
 
-// Computes what `layers` does, which gives a matrix that it is given the result of x, and what is around it.
+// Computes `layers`, which write the result for x to a given matrix, and the norms and sums around them.
 template <typename Layers>
 void compute(const PlainMlp& mlp, const Layers& layers, void* out) {
   const PointwiseShape in{mlp.dtype, mlp.rows, mlp.in};

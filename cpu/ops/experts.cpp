@@ -1,5 +1,5 @@
-// The experts of a mixture. Their tokens are sorted by expert; blocks of them go through both layers on AMX tiles, or
-// through torch's GEMMs with the pointwise kernels between; then every token's results are added up.
+// The experts of a mixture. Their tokens are sorted by expert. Blocks of tokens go through both layers on AMX tiles, or
+// through torch's GEMMs with the pointwise kernels between. Then every token's results are added up.
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -34,7 +34,7 @@ constexpr int64_t kBlockRows = 256;
 struct Routing {
   int64_t top_k;
   std::vector<int64_t> tokens;       // the token of each row
-  std::vector<int64_t> row_of_slot;  // the row of each choice, token by token; -1 where skipped
+  std::vector<int64_t> row_of_slot;  // the row of each choice, token by token; -1 if skipped
 };
 
 // Rows of one expert.
@@ -42,7 +42,7 @@ struct Block {
   int64_t expert, begin, rows;
 };
 
-// One layer's weights of all experts: strides of the expert, the feature and the input, in elements.
+// One layer's weights of all experts, with the strides of expert, feature and input in elements.
 struct ExpertWeights {
   const Tensor& tensor;
   int64_t features, in_features;
@@ -95,7 +95,7 @@ void read(const Tensor& tensor, std::vector<T>& values) {
   }
 }
 
-// Sorts the choices by expert, and cuts those of each into blocks.
+// Sorts the choices by expert, and divides those of each expert into blocks.
 std::vector<Block> route(const Tensor& top_k_index, int64_t experts, Routing& routing) {
   std::vector<int64_t> index(top_k_index.numel());
   read(top_k_index, index);
@@ -124,7 +124,7 @@ std::vector<Block> route(const Tensor& top_k_index, int64_t experts, Routing& ro
   return blocks;
 }
 
-// Calls body(unit, thread) for all units; who is done takes the next.
+// Calls body(unit, thread) for all units; a thread that is done takes the next unit.
 template <typename Body>
 void for_each_unit(int64_t units, const Body& body) {
   std::atomic<int64_t> next{0};
@@ -179,7 +179,7 @@ Refusal layout_refusal(const ExpertWeights& weights) {
   return weights.in_stride == 1 || weights.feature_stride == 1 ? Refusal::kNone : Refusal::kColumnMajorWeight;
 }
 
-// The reason why the AMX kernels do not take a call.
+// The reason why the AMX kernels do not support a call.
 Refusal tiles_refusal(const Tensor& x, const ExpertWeights& gate_up, const ExpertWeights& down) {
   if (x.scalar_type() != ScalarType::BFloat16) return Refusal::kFloat32;
   if (isa() != Isa::kAmx) return Refusal::kInstructionSet;
@@ -188,7 +188,7 @@ Refusal tiles_refusal(const Tensor& x, const ExpertWeights& gate_up, const Exper
 }
 
 #if defined(__x86_64__)
-// The weights of one expert, from the given feature on; every `step`th of them.
+// The weights of one expert, from the given feature; every `step`th of them.
 amx::Projection projection(const ExpertWeights& weights, int64_t expert, int64_t feature, int64_t step) {
   const uint16_t* weight = static_cast<const uint16_t*>(weights.tensor.const_data_ptr());
   const uint16_t* bias = weights.bias ? static_cast<const uint16_t*>(weights.bias->const_data_ptr()) : nullptr;
@@ -227,7 +227,8 @@ void run_tiles(const Tensor& x, const Experts& experts, const Routing& routing, 
   int64_t longest = 0;
   for (const Block& block : blocks) longest = std::max(longest, block.rows);
 
-  // With enough blocks each thread takes whole ones through both layers. Few blocks are shared out by their panels.
+  // With enough blocks each thread takes whole ones through both layers. With few blocks, threads share the panels of
+  // each.
   constexpr int64_t kUnitsPerThread = 4;
   const bool whole = count >= 2 * threads;
   const int64_t slots = whole ? threads : count;
@@ -282,7 +283,7 @@ Tensor view_at(const Tensor& tensor, std::array<int64_t, 2> sizes, std::array<in
   return Tensor(view);
 }
 
-// out [rows, features] = in [rows, in] by the weights of one expert, plus its bias.
+// out [rows, features] = in [rows, in] times the weights of one expert, plus its bias.
 void multiply(const Tensor& out, const Tensor& in, const ExpertWeights& weights, int64_t expert) {
   const Tensor columns = view_at(weights.tensor, {weights.in_features, weights.features},
                                  {weights.in_stride, weights.feature_stride}, expert * weights.expert_stride);
@@ -294,7 +295,7 @@ void multiply(const Tensor& out, const Tensor& in, const ExpertWeights& weights,
   TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), bias.get(), in.get(), columns.get(), 1.0, 1.0));
 }
 
-// Brings gates and ups [rows, 2 * hidden] into halves, and bounds them.
+// Separates gates and ups [rows, 2 * hidden] into halves, and applies their limits.
 template <typename T>
 void prepare_gates(const Experts& experts, int64_t rows, T* gate_up, T* scratch) {
   const int64_t hidden = experts.hidden();
@@ -355,7 +356,7 @@ void run_gemms(const Tensor& x, DType dtype, const Experts& experts, const Routi
     const Tensor out = view_at(rows, {block.rows, out_features}, {out_features, 1}, block.begin * out_features);
     multiply(out, head(buffers.hidden, hidden), experts.down, block.expert);
   };
-  const bool side_by_side = count >= threads;  // else torch shares out every product
+  const bool side_by_side = count >= threads;  // otherwise torch divides every product among the threads
   std::vector<Buffers> buffers;
   for (int64_t thread = 0; thread < (side_by_side ? threads : 1); ++thread) {
     buffers.push_back({new_dense(x, {longest, in_features}), new_dense(x, {longest, gates}),

@@ -1,4 +1,4 @@
-// Norms by themselves, forward and backward.
+// Single norms, forward and backward.
 #include "norms.h"
 
 #include <algorithm>
@@ -8,14 +8,14 @@
 namespace fused_mlp {
 namespace {
 
-// Rows are added up in parts, few at a time, so that rounding errors stay small. The number of parts does not depend on
-// that of threads: neither do the sums.
+// Rows are added up in parts of few rows, so that rounding errors stay small. The number of parts does not depend on
+// the number of threads, so neither do the sums.
 int64_t parts_of(int64_t rows) {
   constexpr int64_t kRows = 32, kMost = 1024;
   return std::clamp<int64_t>(ceil_div(rows, kRows), 1, kMost);
 }
 
-// The functions that norm_training.h asks of a backend.
+// The functions that norm_training.h requires of a backend.
 struct Cpu {
   static void norm(const TensorRows& x, const Norm& norm, const Tensor& y, const Tensor& statistics) {
     norm_rows({dtype_of(x.tensor, "x"), x.rows, x.cols}, norm, matrix(x), kNoMatrix, {y.mutable_data_ptr(), x.cols},

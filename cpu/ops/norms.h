@@ -5,7 +5,7 @@
 namespace fused_mlp {
 
 // Applies a norm, as norm.h defines it, to rows of x and of the residual, in parallel. `out` may be x. `statistics` is
-// null, or memory for what norm_forward returns of each row.
+// null, or memory for the values that norm_forward returns for each row.
 inline void norm_rows(const PointwiseShape& shape, const Norm& norm, const Matrix& x, const Matrix& residual,
                       const Matrix& out, float* statistics = nullptr) {
   if (shape.rows == 0 || shape.cols == 0) return;

@@ -1,4 +1,4 @@
-// The CPU backend's ops without training.
+// The CPU backend's ops for inference.
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
@@ -42,7 +42,7 @@ std::tuple<Tensor, Tensor> act_and_mul_backward(const Tensor& grad, const Tensor
   const auto [strides, up_strides] = gradient_strides(activation, grad, gate, up);
   const Tensor gate_grad = new_strided(gate, gate.sizes(), strides);
   Tensor up_grad = new_strided(up, up.sizes(), up_strides);
-  // The kernel writes both gradients in one order.
+  // The kernel writes both gradients in the same element order.
   const Tensor walked_up_grad = up_strides == strides ? up_grad : new_strided(up, up.sizes(), strides);
   const Walk walk(strides, {&grad, &gate, &up});
   run_pointwise(pointwise().act_and_mul_backward, {dtype, walk.rows, walk.cols}, activation, walk.input(0),

@@ -10,7 +10,7 @@
 namespace fused_mlp {
 namespace {
 
-// The functions that residual.h asks of a backend.
+// The functions that residual.h requires of a backend.
 struct Cpu {
   static void norm(const TensorRows& x, const Matrix& residual, const Norm& norm, const Tensor& out) {
     norm_rows({dtype_of(x.tensor, "x"), x.rows, x.cols}, norm, matrix(x), residual, {out.mutable_data_ptr(), x.cols});

@@ -1,4 +1,4 @@
-// The router of a mixture: torch's GEMM, and the choice of each token.
+// The router of a mixture: torch's GEMM, and the choice of experts for each token.
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -21,7 +21,7 @@ using torch::stable::detail::to;
 
 namespace {
 
-// Two probabilities that are no further apart, relative to them, may be equal to torch, or in the other order.
+// Two probabilities with a smaller relative difference may be equal in torch, or in the other order.
 constexpr float kNear = 1e-6f;
 
 // torch's choice among the experts: the weights, and the index.
@@ -38,7 +38,7 @@ std::array<Tensor, 2> torch_choice(const Tensor& logits, int64_t top_k) {
 std::tuple<Tensor, Tensor, Tensor> top_k_router(const Tensor& x, const Tensor& weight, int64_t top_k, bool normalized,
                                                 bool) {
   check_router(x, weight, top_k);
-  // Two logits of 16 bits are often equal: torch would choose anyway.
+  // 16-bit logits are often equal, and would be left to torch anyway.
   STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float, "x must be float32 on the CPU");
   const int64_t tokens = x.size(0), experts = weight.size(0);
   const Tensor logits = new_dense(x, {tokens, experts});
@@ -58,7 +58,7 @@ std::tuple<Tensor, Tensor, Tensor> top_k_router(const Tensor& x, const Tensor& w
       const float largest = *std::max_element(row, row + experts);
       for (int64_t e = 0; e < experts; ++e) values[e] = std::exp(row[e] - largest);
       const float sum = std::accumulate(values.begin(), values.end(), 0.0f);
-      if (!(sum < INFINITY)) decided = false;  // there are logits that are no numbers, which have no order
+      if (!(sum < INFINITY)) decided = false;  // some logits are NaN, which have no order
       if (!decided) return;
       for (float& value : values) value /= sum;
       std::iota(order.begin(), order.end(), 0);
@@ -74,7 +74,7 @@ std::tuple<Tensor, Tensor, Tensor> top_k_router(const Tensor& x, const Tensor& w
       }
     }
   });
-  // Which of equal ones torch takes is not said, and depends on how many there are.
+  // Among equal values, torch's choice is unspecified and depends on how many there are.
   if (!decided) std::tie(weights, index) = std::tuple_cat(torch_choice(logits, top_k));
   if (normalized) {
     float* const of_tokens_chosen = static_cast<float*>(weights.mutable_data_ptr());

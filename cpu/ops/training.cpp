@@ -77,8 +77,8 @@ std::string plan_training(const Tensor& x, const Tensor& weight, const OptionalT
   return plan.text();
 }
 
-// Measured in training steps of whole models, except those of the scalar code. With products of its own for bfloat16,
-// on tiles or where torch's have no instructions for them, an op pays at any size.
+// Measured in training steps of whole models, except those of the scalar code. If bfloat16 has our own products, on
+// tiles or because torch has no instructions for them, an op pays at any size.
 int64_t least_recorded(const Tensor& x) {
   if (isa() == Isa::kScalar) return 1 << 17;
   if (dtype_of(x, "x") == DType::kFloat32) return has_wide_vectors() ? 1 << 12 : 1 << 13;

@@ -1,5 +1,5 @@
-// The kernels of pointwise.h for one instruction set, on the blocks of memory.inl; see math.inl for how this is
-// included.
+// The kernels of pointwise.h for one instruction set, on the blocks of memory.inl; see math.inl, which explains how
+// this file is included.
 
 // Calls body(column, count) for the blocks of a row; only the last may have a count below kBlock.
 template <typename Body>
@@ -82,7 +82,7 @@ static void column_sums(const PointwiseShape& shape, Matrix x, Matrix out) {
   for_each_block(shape.cols, [=](int64_t c, int64_t count) __attribute__((always_inline)) {
     Pair sums{};
     int64_t r = 0;
-    for (; r + 4 <= shape.rows; r += 4) {  // four loads for each addition to the sums, which wait for one another
+    for (; r + 4 <= shape.rows; r += 4) {  // four loads per addition to the sums, because additions wait for each other
       Pair rows[4];
       for (int i = 0; i < 4; ++i) rows[i] = load(row<BFloat16>(x, r + i) + c, count);
       for (int h = 0; h < 2; ++h) {
@@ -118,7 +118,7 @@ FUSED_MLP_INLINE float variance_of(float mean_square, float mean) {
   return mean_square < 3e38f ? 0.0f : mean_square;
 }
 
-// A sum of vectors, of which long rows have many: some are added up first, so that rounding errors stay small.
+// A sum of vectors for long rows: some are added up first, so that rounding errors stay small.
 struct LongSum {
   Vec all, few;
   int count;
@@ -134,13 +134,13 @@ FUSED_MLP_INLINE void add(LongSum& sum, const Pair& values) {
 
 FUSED_MLP_INLINE float total(const LongSum& sum) { return lanes_sum(sum.all + sum.few); }
 
-// A norm maps the values of a row to (value - mean - left) * scale, where `left` is what the mean misses, so that
-// a row of equal values gives 0.
+// A norm maps the values of a row to (value - mean - left) * scale, where `left` is the rounding error of the mean, so
+// that a row of equal values gives 0.
 struct Statistics {
   float mean, left, scale;
 };
 
-// values_at(c, count): the block of the row there.
+// values_at(c, count): the block of the row at column c.
 template <typename T, typename ValuesAt>
 FUSED_MLP_INLINE Statistics statistics_of(int64_t cols, const Norm& norm, const ValuesAt& values_at) {
   const float share = 1.0f / static_cast<float>(cols);
@@ -167,7 +167,7 @@ FUSED_MLP_INLINE Statistics statistics_of(int64_t cols, const Norm& norm, const 
   return {mean, left, 1.0f / __builtin_sqrtf(variance_of(total(squares) * share, left) + norm.eps)};
 }
 
-// Those of a row begin at `first`, and may be of either type.
+// The values of a row start at `first`, and may be of either type.
 template <typename T>
 FUSED_MLP_INLINE Pair load_features(const Features& features, int64_t first, int64_t col, int64_t count) {
   if (features.wide) return load_as<T>(static_cast<const float*>(features.data) + first + col, count);
@@ -247,7 +247,7 @@ void norm_gradients_of(const PointwiseShape& shape, const Norm& norm, const Norm
     LongSum slopes{}, shifts{};
     for_each_block(shape.cols, [&](int64_t c, int64_t count) __attribute__((always_inline)) {
       const Pair xs = load(x_row + c, count), weights = weights_at(c, count);
-      const Pair grads = load(grad_row + c, count);  // of a part of a block, zeros follow
+      const Pair grads = load(grad_row + c, count);  // a partial block is followed by zeros
       Pair products, weighted, of_slope;
       for (int h = 0; h < 2; ++h) {
         products.half[h] = grads.half[h] * ((xs.half[h] - mean) * scale);

@@ -1,4 +1,4 @@
-// The path of any CPU: vectors of 16 bytes, which every baseline has or the compiler breaks up.
+// The path for any CPU: vectors of 16 bytes, which every baseline supports or the compiler splits up.
 
 #include "../../torch-ext/operands/activation.h"
 #include "pointwise.h"

@@ -22,7 +22,7 @@ float scale_of(const PackedWeight& weight, int64_t block) {
   if (!weight.nested()) return static_cast<const float*>(weight.scales)[block];
   const uint8_t code = static_cast<const uint8_t*>(weight.scales)[block];
   const volatile float product =
-      weight.nested_code[code] * weight.nested_scales[block / weight.nested_block];  // rounded by itself
+      weight.nested_code[code] * weight.nested_scales[block / weight.nested_block];  // rounded on its own
   return product + static_cast<float>(weight.offset);
 }
 
@@ -49,7 +49,7 @@ void decode_blocks(const PackedWeight& weight, int64_t first, int64_t last, T* o
   }
 }
 
-// The values of a format's codes, of a byte or of half of one.
+// The values of a format's codes, for a byte or half a byte.
 std::array<float, 256> values_of(const PackedWeight& weight) {
   std::array<float, 256> values;
   for (int i = 0; i < 256; ++i) {

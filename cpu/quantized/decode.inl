@@ -1,5 +1,6 @@
-// Elements of codes.h as vectors, for one instruction set; see math.inl, which comes before, for how this is included.
-// It needs kBlock, and lookup(values, codes), the values at the low four bits of each lane.
+// Elements of codes.h as vectors, for one instruction set; see math.inl, which must come before and explains how this
+// file is included. It needs kBlock, and lookup(values, codes), which returns the values at the low four bits of each
+// lane.
 
 using quantized::Codes;
 using quantized::Format;
@@ -7,7 +8,7 @@ using quantized::Format;
 template <Format kFormat>
 constexpr bool kHalves = kFormat == Format::kHighFirst || kFormat == Format::kLowFirst;
 
-// All values of a block of four bits, or the factor of a block of 8.
+// All values of a block of 4-bit codes, or the factor of a block of bytes.
 struct Values {
   Vec vectors[16 / kWidth];
 };
@@ -15,7 +16,7 @@ struct Values {
 FUSED_MLP_INLINE float nested_scale(const Codes& codes, int64_t block) {
   float product = codes.nested_code[static_cast<const uint8_t*>(codes.scales)[block]] *
                   codes.nested_scales[block >> codes.nested_shift];
-  __asm__("" : "+x"(product));  // it is rounded by itself
+  __asm__("" : "+x"(product));  // round it on its own
   return product + codes.offset;
 }
 
@@ -42,13 +43,13 @@ FUSED_MLP_INLINE Values values_of(const Codes& codes, int64_t block) {
       values.vectors[i] = (kFormat == Format::kLowFirst ? all - zero : all) * scale;
     }
   } else {
-    // Bits of e4m3 are moved to where float32 has them: that is 2^-120 of the value.
+    // The bits of e4m3 are moved to their places in float32, which gives 2^-120 times the value.
     values.vectors[0] = splat(scale * (kFormat == Format::kFp8 ? 0x1p120f : codes.factor));
   }
   return values;
 }
 
-// A block of kBlock elements from a place on: those of even columns, and those of odd ones.
+// A block of kBlock elements from a given position: those of even columns, and those of odd ones.
 template <Format kFormat>
 FUSED_MLP_INLINE Pair decode(const Values& values, const uint8_t* at) {
   if constexpr (kHalves<kFormat>) {

@@ -1,4 +1,4 @@
-// Operations of decode.inl in AVX-512; see math.inl, which comes before, for how this is included.
+// Operations of decode.inl in AVX-512; see math.inl, which must come before and explains how this file is included.
 
 FUSED_MLP_INLINE VecBits widened_bytes(const uint8_t* at) {
   return (VecBits)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));

@@ -1,5 +1,5 @@
-// The CPU backend's ops of layers with quantised weights: by kernels that decode them in registers, or decoded first,
-// as the layers of other weights.
+// The CPU backend's ops for layers with quantised weights. Kernels decode the weights in registers, or they are decoded
+// first and the layers run like those with plain weights.
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -25,9 +25,9 @@ using torch::headeronly::ScalarType;
 
 const torch::stable::Device kCpu(torch::headeronly::DeviceType::CPU, -1);
 
-constexpr int64_t kColumns = 32;  // that kernels decode at once
+constexpr int64_t kColumns = 32;  // number of columns that kernels decode at once
 
-constexpr int kAll = 62;  // the shift of a block of all columns, or rows: no index behind it is more than zero
+constexpr int kAll = 62;  // the shift for a block of all columns or rows: every index becomes zero
 
 std::optional<int> shift_of(int64_t block, int64_t all) {
   if (block >= all) return kAll;
@@ -50,17 +50,17 @@ Format format_of(Coding coding) {
     case Coding::kInt8:
       return Format::kInt8;
     case Coding::kFp8:
-    case Coding::kInt4Tiles:  // which no kernel reads
+    case Coding::kInt4Tiles:  // no kernel reads it
       break;
   }
   return Format::kFp8;
 }
 
-// A weight as the kernels read it, or nothing.
+// A weight in the form that the kernels read, or nothing.
 std::optional<Codes> codes_of(const PackedWeight& weight) {
   const int64_t k = weight.k;
   if (weight.elements() == 0 || k % kColumns != 0 || weight.in_tiles()) return std::nullopt;
-  // Blocks that run on from row to row have parts of a row, or whole rows.
+  // If blocks run on from row to row, a block is a part of a row or whole rows.
   const bool runs_on = !weight.blocked(), of_rows = runs_on && weight.block > k;
   if (runs_on && (of_rows ? weight.block % k : k % weight.block) != 0) return std::nullopt;
   const int64_t block_rows = of_rows ? weight.block / k : weight.block_rows;
@@ -82,7 +82,7 @@ std::optional<Codes> codes_of(const PackedWeight& weight) {
                static_cast<float>(weight.offset)};
 }
 
-// The layers of a call: their weights and dense biases, first, or gate and up where `gated`, and perhaps a second.
+// The layers of a call with their weights and dense biases: first, or gate and up if `gated`, and perhaps a second.
 struct CodedLayers {
   std::vector<const PackedWeight*> weights;
   std::vector<OptionalTensor> biases;
@@ -113,7 +113,7 @@ struct CodedLayers {
   }
 };
 
-// Their codes as kernels read them; none if they read one of them not.
+// Their codes as kernels read them; nothing if one of them is not readable.
 std::optional<std::vector<Codes>> codes_of(const CodedLayers& layers) {
   std::vector<Codes> found;
   for (const PackedWeight* const weight : layers.weights) {
@@ -125,7 +125,7 @@ std::optional<std::vector<Codes>> codes_of(const CodedLayers& layers) {
   return found;
 }
 
-// The layers for kernels that call what they are made of Layer and Projection.
+// The layers in the types Layer and Projection of some kernels.
 template <typename Layer, typename Make>
 std::pair<Layer, Layer> layers_for(const CodedLayers& layers, const std::vector<Codes>& codes, const Make& make) {
   Layer hidden = make(*layers.weights[0], layers.activation), down{};
@@ -146,7 +146,7 @@ std::pair<Layer, Layer> layers_for(const CodedLayers& layers, const std::vector<
 
 enum class Way { kDecoded, kVectors, kTiles };
 
-// The way in which layers are computed: by vectors for few rows, on tiles, or decoded first.
+// How the layers are computed: by vectors for few rows, on tiles, or decoded first.
 Way way_of(DType dtype, int64_t rows, const CodedLayers& layers, bool has_codes) {
   if (!has_codes) return Way::kDecoded;
   const bool has_features = std::all_of(layers.weights.begin(), layers.weights.end(), [](const PackedWeight* weight) {

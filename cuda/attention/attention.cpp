@@ -1,4 +1,4 @@
-// The ops of attentions: their projections of one input, and rotary embeddings.
+// The ops for attention: projections of one input, and rotary embeddings.
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
 
 #include "../../torch-ext/ops/attention/projections.h"
@@ -9,7 +9,7 @@
 namespace fused_mlp {
 namespace {
 
-// The functions that projections.h and rotated.h ask of a backend.
+// The functions that projections.h and rotated.h require of a backend.
 struct Backend : Cuda {
   static Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
     return apply_layer(x, {weight, nullptr, bias, kNoBias, kNoActivation});

@@ -1,4 +1,4 @@
-// The kernel of rotary embeddings. Apart from its launch, so that a compiler of device code alone takes this file.
+// The kernel of rotary embeddings, separate from its launch so that device-only compilers can compile this file.
 #pragma once
 
 #include "../norms/norm.cuh"
@@ -8,8 +8,8 @@ namespace fused_mlp {
 
 constexpr int kRotaryThreads = 256;
 
-// blockDim.x threads for a token, which turn all heads of its query and its key: each a pack of the first half of a
-// head's features, and that pack of the second half which is turned with it.
+// blockDim.x threads per token rotate all heads of its query and its key. Each thread handles a vector from the first
+// half of a head's features, and the matching vector of the second half.
 template <typename T, int Width>
 __global__ void __launch_bounds__(kRotaryThreads) rotary_kernel(const __grid_constant__ Rotary p) {
   const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;

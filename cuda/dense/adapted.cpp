@@ -1,4 +1,4 @@
-// The CUDA backend's ops of layers with adapters.
+// The CUDA backend's ops for layers with adapters.
 #include "../../torch-ext/ops/adapted.h"
 
 #include "training_gemms.h"

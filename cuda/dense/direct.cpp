@@ -14,7 +14,7 @@ namespace {
 
 Refusal refusal_of(const PlainLayer& layer) { return layer.transposed ? Refusal::kColumnMajorWeight : Refusal::kNone; }
 
-// Queues the kernels of an MLP, one behind the other.
+// Launches the kernels of an MLP, one after the other.
 struct Steps {
   PlainMlp mlp;
   FusedGemm first;
@@ -39,7 +39,7 @@ struct Steps {
     }
     const int number = mlp.count - 1;
     FusedGemm& last = second ? *second : first;
-    // A norm or a scale behind the MLP takes a kernel of its own, which then adds the residual too.
+    // A norm or a scale after the MLP needs a separate kernel, which then adds the residual too.
     if (mlp.residual.data != nullptr && mlp.last.kind == NormKind::kNone && last.adds_to(mlp.residual)) {
       return last.launch(x.data, out, mlp.residual, mlp.last.factor);
     }
@@ -55,7 +55,7 @@ struct Steps {
     norm(result, mlp.residual, result, result.row_stride, mlp.last);
   }
 
-  // True if torch makes the result of the first layer.
+  // True if torch allocates the result of the first layer.
   bool first_is_made_by_torch() const {
     return !first.fused() && torch_has_epilogue(first.problem.a, layer_views(0).get());
   }
@@ -103,7 +103,7 @@ std::function<void(void*)> plan_direct(const PlainMlp& mlp) {
     steps.second.emplace(steps.first.behind(mlp.layers[1], refusal_of(mlp.layers[1])));
     if (lacks_cublas_handle(*steps.second, mlp.device)) return {};
   } else if (steps.first_is_made_by_torch()) {
-    return {};  // torch would not write into the tensor that is given
+    return {};  // torch would not write into the given tensor
   }
   return steps;
 }

@@ -19,7 +19,7 @@ struct FusedGemm {
   const Architecture* architecture;
   const Gpu& gpu;
   cudaStream_t stream;
-  Launcher launcher;  // what is chosen where the CPU launches it may not be in a graph
+  Launcher launcher;  // the choice for a launch by the CPU may differ from that in a graph
   GemmProblem problem{};
   GemmPlan plan{};
   Refusal refusal;
@@ -29,7 +29,7 @@ struct FusedGemm {
             Place place)
       : FusedGemm(x, layer, described, gpu, stream, launcher_of(place, stream), place.ctas_before, false) {}
 
-  // Plans a layer of this one's result, before either is launched.
+  // Plans a layer on this one's result, before either is launched.
   FusedGemm behind(const PlainLayer& layer, Refusal described) const {
     const Input x{{nullptr, problem.n}, problem.m, problem.n, problem.dtype};
     return {x, layer, described, gpu, stream, launcher, ctas(), fused()};
@@ -38,13 +38,13 @@ struct FusedGemm {
   bool fused() const { return refusal == Refusal::kNone; }
   int64_t ctas() const { return fused() ? ctas_of(problem, plan.kernel) : 0; }
 
-  // True if the kernel adds its results to rows that lie like these.
+  // True if the kernel can add its result to rows with this layout.
   bool adds_to(const Matrix& addend) const {
     const bool pairs = reinterpret_cast<uintptr_t>(addend.data) % 4 == 0 && addend.row_stride % 2 == 0;
     return fused() && pairs && plan.kernel.loop == MainLoop::kStreamed && plan.kernel.product == Product::kPlain;
   }
 
-  // Computes the layer, and addend + factor * that where there is an addend.
+  // Computes the layer, and if there is an addend, addend + factor * result.
   void launch(const void* a, void* out, const Matrix& addend = kNoMatrix, float factor = 1.0f) {
     problem.epilogue.addend = addend;
     problem.epilogue.factor = factor;
@@ -84,8 +84,9 @@ struct FusedGemm {
   }
 };
 
-// A thread's first product by torch on a GPU makes a cuBLAS handle, which cannot be made while a stream is captured. A
-// GEMM of ours may be torch's in a graph, and all products before may have been ours: torch is to make one before.
+// A thread's first torch product on a GPU creates a cuBLAS handle, which is not possible while a stream is captured. A
+// GEMM of ours may become torch's in a graph, and all products before may have been ours, so torch has to create one
+// before.
 bool lacks_cublas_handle(const FusedGemm& gemm, int32_t device);
 
 }  // namespace fused_mlp

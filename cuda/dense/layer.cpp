@@ -17,7 +17,7 @@ namespace {
 
 Input input_of(const TensorRows& x) { return {matrix(x), x.rows, x.cols, dtype_of(x.tensor, "x")}; }
 
-// A layer as the kernels see it, or the reason why they cannot read it.
+// A layer in the form that the kernels use, or the reason why they cannot read it.
 struct Described {
   PlainLayer layer{};
   Refusal refusal;
@@ -49,7 +49,7 @@ FusedGemm behind(const FusedGemm& gemm, const Layer& layer) {
   return gemm.behind(described.layer, described.refusal);
 }
 
-// A bit for each GPU on which this thread has had torch make a cuBLAS handle.
+// A bit for each GPU on which torch has created a cuBLAS handle for this thread.
 thread_local uint64_t made_cublas_handles = 0;
 uint64_t handle_bit(int32_t device) { return uint64_t{1} << device % 64; }
 
@@ -72,7 +72,7 @@ Tensor run(FusedGemm* gemm, const TensorRows& rows, const Tensor& x, const Layer
   return out;
 }
 
-// Writes down how a layer would be computed.
+// Records how a layer would be computed.
 void record(const FusedGemm& gemm, const Layer& layer, PlanRecord* plan) {
   plan->layer();
   if (gemm.fused()) {

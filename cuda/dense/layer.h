@@ -1,4 +1,4 @@
-// A layer on a GPU: one fused GEMM where the GPU's architecture has one that suits it, and otherwise torch's.
+// A layer on a GPU: one fused GEMM if the GPU's architecture has a suitable one, and otherwise torch's.
 #pragma once
 
 #include <vector>
@@ -13,7 +13,7 @@ namespace fused_mlp {
 
 inline constexpr auto kNoActivation = static_cast<int64_t>(Activation::kLinear);
 
-// A linear layer, or a gated pair of them: act(x weight^T + bias), times (x up_weight^T + up_bias) where there is one.
+// A linear layer, or a gated pair of them: act(x weight^T + bias), times (x up_weight^T + up_bias) if there is one.
 struct Layer {
   const Tensor& weight;
   const Tensor* up_weight;
@@ -27,7 +27,7 @@ inline const OptionalTensor kNoBias;
 // Computes a layer.
 Tensor apply_layer(const Tensor& x, const Layer& layer, const Place& place = {});
 
-// Computes a layer, and another one of its result.
+// Computes a layer, and another layer on its result.
 Tensor apply_layers(const Tensor& x, const Layer& first, const Layer& second, const Place& place = {});
 
 inline std::vector<int64_t> with_last_size(const Tensor& x, int64_t size) {
@@ -36,7 +36,7 @@ inline std::vector<int64_t> with_last_size(const Tensor& x, int64_t size) {
   return sizes;
 }
 
-// Describes an operand to the kernels, if it lies so that they can read it.
+// Describes an operand to the kernels, if they can read its layout.
 inline bool describe_weight(const Tensor& weight, Matrix* matrix) {
   if (weight.stride(1) != 1 && weight.size(1) != 1) return false;
   *matrix = {const_cast<void*>(weight.const_data_ptr()), weight.stride(0)};

@@ -1,4 +1,4 @@
-// The CUDA backend's ops of inference, and the pointwise ones.
+// The CUDA backend's ops for inference, and the pointwise ones.
 #include <torch/csrc/stable/ops.h>
 
 #include "../../torch-ext/operands/operands.h"
@@ -32,7 +32,7 @@ std::tuple<Tensor, Tensor> act_and_mul_backward(const Tensor& grad, const Tensor
   const auto [strides, up_strides] = gradient_strides(activation, grad, gate, up);
   const Tensor gate_grad = new_strided(gate, gate.sizes(), strides);
   Tensor up_grad = new_strided(up, up.sizes(), up_strides);
-  // The kernel writes both gradients in one order.
+  // The kernel writes both gradients in the same element order.
   const Tensor walked_up_grad = up_strides == strides ? up_grad : new_strided(up, up.sizes(), strides);
   const Walk walk(strides, {&grad, &gate, &up});
   check(launch_act_and_mul_backward(walk.input(0), walk.input(1), walk.input(2), walk.output(gate_grad),

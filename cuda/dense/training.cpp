@@ -1,4 +1,4 @@
-// The CUDA backend's ops of training: torch's GEMMs and pointwise kernels, or, where the GPU's architecture has them,
+// The CUDA backend's ops for training: torch's GEMMs and pointwise kernels, or, if the GPU's architecture has them,
 // GEMMs that do the pointwise work in their epilogues.
 
 #include <vector>
@@ -9,7 +9,8 @@
 namespace fused_mlp {
 namespace {
 
-// The result alone. Where the backward makes hidden values again block by block of rows, no more are made at once here.
+// Returns only the result. If the backward recomputes hidden values in blocks of rows, this function also computes no
+// more of them at once.
 Tensor forward(const Tensor& x, const FirstLayer& first, const OptionalTensor& second_weight,
                const OptionalTensor& second_bias, int64_t activation) {
   const Layer layer{first.weight, first.up_weight ? &*first.up_weight : nullptr, first.bias, first.up_bias, activation};

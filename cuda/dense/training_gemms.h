@@ -1,5 +1,5 @@
-// The GEMMs of training, with their epilogues, as forward and backward of layers ask for them, and torch's in the place
-// of those that an architecture does not have.
+// The GEMMs of training with their epilogues, with the interface that the layers' forward and backward use; torch's
+// GEMMs replace those that an architecture does not have.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
@@ -27,7 +27,7 @@
 
 namespace fused_mlp {
 
-// A tensor that is a matrix of adjacent elements in its rows.
+// A tensor with adjacent elements in its rows, as a matrix.
 inline Matrix matrix(const Tensor& rows) { return {const_cast<void*>(rows.const_data_ptr()), rows.stride(0)}; }
 
 inline KeptBits bits_of(const Tensor& mask) {
@@ -42,11 +42,11 @@ struct Left {
   int32_t device;
 
   Left(const Tensor& a) : operand(matrix(a)), rows(a.size(0)), dtype(dtype_of(a, "x")), device(a.get_device_index()) {}
-  // One that is not there yet, with as many rows as another.
+  // An operand that does not exist yet, with as many rows as another.
   Left(const Left& other, int64_t cols) : Left(other) { operand = {nullptr, cols}; }
 };
 
-// A kernel for a product of training, or none. Its outputs are there only when it is launched.
+// A kernel for a product of training, or none. Its outputs exist only when it is launched.
 class TrainingGemm {
  public:
   explicit operator bool() const { return refusal_ == Refusal::kNone; }
@@ -80,7 +80,7 @@ class TrainingGemm {
     problem_.epilogue.activation = activation;
   }
 
-  // `launcher` matters to a pair alone.
+  // `launcher` only matters for a pair.
   void choose(Launcher launcher = Launcher::kGraph) {
     architecture_ = architecture_of(gpu(device_));
     if (architecture_ == nullptr) return;
@@ -88,7 +88,7 @@ class TrainingGemm {
                           : Refusal::kColumnMajorWeight;
   }
 
-  // Adds the product of few columns, of which a copy holds weights whose rows do not begin at 16 bytes.
+  // Adds the low-rank term. Weights whose rows are not aligned to 16 bytes are copied.
   void add(const LowRankTerm& term) {
     if (!term) return;
     LowRank& low_rank = problem_.low_rank;
@@ -115,7 +115,7 @@ class TrainingGemm {
     check(plan_.architecture->launch(problem_, plan_, gpu(device_), current_stream(tensor)));
   }
 
-  // A matrix itself, or a copy whose rows begin at 16 bytes.
+  // The matrix itself, or a copy whose rows are aligned to 16 bytes.
   static Tensor in_vectors(const Tensor& weight) {
     constexpr int64_t kVector = 8;
     const int64_t rows = weight.size(0), cols = weight.size(1);
@@ -129,7 +129,7 @@ class TrainingGemm {
   }
 
   GemmProblem problem_{};
-  Tensor weight_, up_weight_;  // of the product of few columns
+  Tensor weight_, up_weight_;  // of the low-rank term
   bool described_ = false;     // true if the weights' rows and the biases have adjacent elements
 
  private:
@@ -139,7 +139,7 @@ class TrainingGemm {
   int32_t device_ = 0;
 };
 
-// A first layer, and what its backward needs.
+// A first layer, with the values that its backward needs.
 struct KeptGemm : TrainingGemm {
   KeptGemm() = default;
   KeptGemm(const Left& x, const FirstLayer& first, int64_t activation, const LowRankTerm& term = {})
@@ -162,7 +162,7 @@ struct KeptGemm : TrainingGemm {
 
 struct HiddenGradients : TrainingGemm {
   HiddenGradients() = default;
-  // `up` is kNoMatrix where there is none.
+  // `up` is kNoMatrix if there is none.
   HiddenGradients(bool gated, const Left& grad, const Tensor& weight, const Matrix& gate, const Matrix& up,
                   int64_t activation, const LowRankTerm& term = {})
       : TrainingGemm(gated ? Product::kGatedGradient : Product::kPlainGradient, grad, weight, activation) {
@@ -182,7 +182,7 @@ struct HiddenGradients : TrainingGemm {
 
 struct InputGradient : TrainingGemm {
   InputGradient() = default;
-  // The sum of up to three products: of one k, or there is no kernel.
+  // The sum of up to three products; if their k differ, there is no kernel.
   explicit InputGradient(const std::vector<std::pair<Left, Tensor>>& of, const LowRankTerm& term = {})
       : TrainingGemm(Product::kPair, of[0].first, of[0].second, kNoActivation) {
     TrainingMatrices& t = problem_.training;
@@ -203,7 +203,7 @@ struct InputGradient : TrainingGemm {
   }
 };
 
-// A layer of inference, with a product of few columns.
+// A layer of inference, with a low-rank term.
 struct LayerGemm : TrainingGemm {
   LayerGemm() = default;
   LayerGemm(const Left& x, const FirstLayer& first, int64_t activation, const LowRankTerm& term, int64_t ctas_before)
@@ -223,7 +223,7 @@ struct LayerGemm : TrainingGemm {
   }
 };
 
-// The functions that backward.h and adapted.h ask of a backend.
+// The functions that backward.h and adapted.h require of a backend.
 struct Cuda {
   struct Guard : DeviceGuard {
     explicit Guard(const Tensor& x) : DeviceGuard(x.get_device_index()) {}
@@ -244,15 +244,15 @@ struct Cuda {
 
   static void add_mm(const Tensor& out, const Tensor& a, const Tensor& b) { multiply_and_add(out, a, b); }
 
-  // Alone, a product for a small weight has too few tiles for the chip. One more of a large weight gains nothing, and
-  // what is padded is one product.
+  // For a small weight, a single product has too few tiles for the chip. For a large weight batching gains nothing, and
+  // padded operands are one product already.
   static bool batches(const Tensor& like, int64_t out, int64_t in) {
     constexpr int64_t kSmall = 1 << 24;
     const bool is_padded = out % kVectorOfHalves != 0 || in % kVectorOfHalves != 0;
     return dtype_of(like, "grad") != DType::kFloat32 && out * in <= kSmall && !is_padded;
   }
 
-  // The four matrices are tensors of their own. The stride of a batch is the distance between its two.
+  // The four matrices are separate tensors. The batch stride is the distance between the two of a pair.
   static void mm_both(Tensor& out, Tensor& up_out, const Tensor& a, const Tensor& up_a, const Tensor& x) {
     const auto address = [](const Tensor& matrix) { return static_cast<const uint16_t*>(matrix.const_data_ptr()); };
     const auto batch = [&](const Tensor& first, const Tensor& second) {
@@ -322,7 +322,7 @@ struct Cuda {
     using torch::headeronly::ScalarType;
     const int64_t cols = x.size(-1), rows = x.numel() / cols;
     const bool cast = wide && x.scalar_type() != ScalarType::Float;
-    // The mask does not depend on the values, and that of another dtype differs.
+    // The mask does not depend on the values, but that of another dtype differs.
     const Tensor given = cast ? new_dense(x, {x.sizes().begin(), x.sizes().end()}, ScalarType::Float) : x;
     int32_t train = 1;
     AtenTensorHandle values = nullptr, kept = nullptr;

@@ -1,4 +1,4 @@
-// Adapters of a mixture's experts: their factors as products take them, and the low-rank terms that these add.
+// Adapters of a mixture's experts: their factors in the layout that the GEMMs use, and their low-rank terms.
 #pragma once
 
 #include <vector>
@@ -8,9 +8,9 @@
 
 namespace fused_mlp {
 
-// The factors of an adapter beside a layer, both or neither: a [groups, rank, k] and b [groups, n, rank], of a multiple
-// of kRankStep ranks, for every expert or, where rows are not sorted, for every slot. Of products that read their
-// weights as they lie, b is [groups, rank, n].
+// The factors of a layer's adapter, both or neither: a [groups, rank, k] and b [groups, n, rank], with a multiple of
+// kRankStep ranks. A group is an expert, or, if rows are not sorted, a slot. For products that read weights in their
+// own layout, b is [groups, rank, n].
 struct RankFactors {
   OptionalTensor a, b;
 
@@ -26,8 +26,8 @@ inline Stack stack_of(const Tensor& tensor, bool transposed = false) {
           {tensor.stride(0), tensor.stride(row), tensor.stride(column)}};
 }
 
-// Adapters as they are given: a [experts, rank, in] and b [experts, out, rank] of any strides, in float32 or the dtype
-// of x, and what their products are multiplied by. An a that lies as products take it is not copied.
+// Adapters as passed by the caller: a [experts, rank, in] and b [experts, out, rank] with any strides, in float32 or
+// the dtype of x, and the scaling of their products. An a that already has the layout of the products is not copied.
 class ExpertAdapters {
  public:
   ExpertAdapters(const std::vector<OptionalTensor>& factors, const std::vector<double>& scalings, const Tensor& like,
@@ -56,8 +56,8 @@ class ExpertAdapters {
   bool any() const { return has(0) || has(1); }
   int64_t rank(size_t layer) const { return a(layer)->size(1); }
 
-  // Those of both layers: a, and b times the scaling, transposed where weights are. `of_slots`: of the experts of
-  // slots.
+  // The factors of both layers: a, and b times the scaling, transposed if weights are. `of_slots`: only those of the
+  // slots' experts.
   std::pair<RankFactors, RankFactors> for_forward(bool of_slots, cudaStream_t stream) const {
     StackCopies copies{};
     if (of_slots) copies.of_slots = routes_;
@@ -77,7 +77,7 @@ class ExpertAdapters {
     return found;
   }
 
-  // For the gradients of what the layers are given: b transposed, times the scaling, and a as it lies unless weights
+  // For the gradients of the layers' inputs: b transposed, times the scaling, and a in its own layout, unless weights
   // are transposed.
   std::pair<RankFactors, RankFactors> for_backward(cudaStream_t stream) const {
     StackCopies copies{};
@@ -95,7 +95,7 @@ class ExpertAdapters {
     return found;
   }
 
-  // A layer's a, which rows are multiplied by.
+  // A layer's a, by which rows are multiplied.
   Tensor copied_a(size_t layer, cudaStream_t stream) const {
     if (lies_right(*a(layer))) return *a(layer);
     StackCopies copies{};
@@ -105,11 +105,10 @@ class ExpertAdapters {
     return found;
   }
 
-  // What the gradient of a factor is multiplied by: rows that are multiplied by b have the scaling, those by a have
-  // not.
+  // The factor for the gradient of a or b: rows that were multiplied by b include the scaling, those by a do not.
   double scaling(size_t layer, bool of_a) const { return of_a ? 1.0 : scalings_[layer]; }
 
-  // A gradient [experts, rank, in or out] as its factor lies.
+  // A gradient [experts, rank, in or out] in the layout of its factor.
   Tensor gradient(const Tensor& found, size_t layer, bool of_a, cudaStream_t stream) const {
     const Tensor& factor = of_a ? *a(layer) : *b(layer);
     if (of_a && lies_right(factor)) return found;
@@ -124,7 +123,7 @@ class ExpertAdapters {
  private:
   const OptionalTensor& a(size_t layer) const { return factors_[2 * layer]; }
   const OptionalTensor& b(size_t layer) const { return factors_[2 * layer + 1]; }
-  // True if an a is as products take it.
+  // True if an a has the layout that the products use.
   bool lies_right(const Tensor& factor) const {
     return factor.scalar_type() == like_.scalar_type() && factor.is_contiguous() && factor.size(1) % kRankStep == 0 &&
            aligned(factor);
@@ -147,7 +146,7 @@ class ExpertAdapters {
     return to;
   }
 
-  // Those of a factor that leaves no gaps, or else those of rows side by side.
+  // The strides of a factor without gaps, or otherwise of one with adjacent rows.
   static std::vector<int64_t> strides_like(const Tensor& factor) {
     int order[3] = {0, 1, 2};
     std::sort(order, order + 3, [&](int i, int j) {
@@ -167,10 +166,10 @@ class ExpertAdapters {
   const std::vector<double>& scalings_;
   const Tensor& like_;
   const Routes& routes_;
-  const bool transposed_;  // that the weights are
+  const bool transposed_;  // of the weights
 };
 
-// The term that rows [., rank] of slots, or sorted as those of a, and b add to a layer's product.
+// Adds to a layer's product the term of rows [., rank] and b. The rows belong to slots, or are sorted like those of a.
 inline void add_term(GroupedProblem& p, const Tensor& rows, const Tensor& b, int parts, bool in_turns,
                      bool as_it_lies = false) {
   const GroupedProblem term = ExpertLayer{b, {}, parts, in_turns, as_it_lies}.problem(p.routes, p.gemm.dtype, 1);

@@ -1,4 +1,4 @@
-// The operands of a mixture's experts, as the kernels take them.
+// The operands of a mixture's experts, in the form that the kernels use.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -18,10 +18,11 @@ using torch::headeronly::ScalarType;
 inline bool aligned(const Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0; }
 
 constexpr int64_t kMaxSlots = int64_t{1} << 24;
-// In inference the inputs of transposed weights are a multiple of this, so that a step of k lies in one expert.
+// In inference the number of inputs of transposed weights is a multiple of this, so that a step of k lies in one
+// expert.
 constexpr int kTransposedK = 64;
 
-// Rows that the TMA can address: rows of adjacent elements, that begin at multiples of 16 bytes.
+// Rows that the TMA can address: their elements are adjacent, and they are aligned to 16 bytes.
 inline bool addressable(const TensorRows& rows) {
   return aligned(rows.tensor) && rows.row_stride % 8 == 0 && rows.row_stride >= rows.cols;
 }
@@ -63,9 +64,9 @@ inline WeightType weight_type(const Tensor& weights) {
   }
 }
 
-// One layer. `parts` matrices of weights lie in `weight`, their features one after the other or in turns.
+// One layer. `weight` holds `parts` weight matrices, with their features concatenated or interleaved.
 struct ExpertLayer {
-  const Tensor& weight;  // [experts, parts * n, k], or where transposed [experts, k, parts * n]
+  const Tensor& weight;  // [experts, parts * n, k], or transposed [experts, k, parts * n]
   OptionalTensor bias;
   int parts;
   bool in_turns;
@@ -116,7 +117,7 @@ struct ExpertKernels {
   const Architecture* architecture;
   const GroupedKernels& kernels;
 
-  // A low-rank term takes the kernels of the GPU's own architecture.
+  // A low-rank term needs the kernels of the GPU's own architecture.
   static ExpertKernels of(const Tensor& x, const GroupedProblem& first, bool has_low_rank) {
     const Gpu& found = fused_mlp::gpu(x.get_device_index());
     return of(found, has_low_rank ? architecture_of(found) : architecture_of_experts(found, first));

@@ -1,5 +1,5 @@
-// The experts of a mixture on a GPU: two grouped GEMMs and a weighted sum, and for many tokens a sort before them. None
-// waits for the host.
+// The experts of a mixture on a GPU: two grouped GEMMs and a weighted sum, and with many tokens a sort before them.
+// Nothing waits for the host.
 #include <torch/csrc/stable/ops.h>
 
 #include <string>
@@ -13,12 +13,12 @@ namespace fused_mlp {
 
 namespace {
 
-// A matrix with adjacent elements. torch's dispatcher is asked only where it has to be copied.
+// A matrix with adjacent elements. torch's dispatcher is called only if the matrix has to be copied.
 Tensor dense(const Tensor& matrix) {
   return matrix.stride(1) == 1 && matrix.stride(0) == matrix.size(1) ? matrix : torch::stable::contiguous(matrix);
 }
 
-// Into a new tensor, where none is given.
+// Writes into a new tensor if none is given.
 Tensor compute_experts(const OptionalTensor& into, const OptionalTensor& residual, const Tensor& x,
                        const Tensor& top_k_index, const Tensor& top_k_weights, const Tensor& gate_up_weight,
                        const Tensor& down_weight, const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
@@ -60,7 +60,7 @@ Tensor compute_experts(const OptionalTensor& into, const OptionalTensor& residua
   const bool gathers =
       plan.gathers && !adapters.any() && rows.rows * rows.row_stride / 8 <= std::numeric_limits<uint32_t>::max();
   const Tensor sorted = sorts && !gathers ? new_dense(x, {slots, rows.cols}) : Tensor();
-  const int64_t of_tile = (fitted ? sizeof(FittedTile) : sizeof(int)) / 2;  // in elements of 16 bits, as lists are
+  const int64_t of_tile = (fitted ? sizeof(FittedTile) : sizeof(int)) / 2;  // in 16-bit elements, like the lists
   const int64_t gathered = gathers ? slots : 0;
   const Tensor lists =
       sorts ? new_dense(x, {plan.row_tiles * of_tile + 2 * (1 + routes.slots() + gathered)}) : Tensor();
@@ -95,7 +95,7 @@ Tensor compute_experts(const OptionalTensor& into, const OptionalTensor& residua
   second.gemm.a = {hidden.mutable_data_ptr(), first.gemm.n};
   second.gemm.epilogue.activation = static_cast<int64_t>(Activation::kLinear);
   second.gemm.out.data = results.mutable_data_ptr();
-  second.gemm.ctas_before = device.multiprocessors;  // there is a GEMM before; nothing here asks for its size
+  second.gemm.ctas_before = device.multiprocessors;  // a GEMM precedes it; its size does not matter here
   const WeightedSum sum{routes,
                         results.const_data_ptr(),
                         sort.row_of_slot,
@@ -106,7 +106,7 @@ Tensor compute_experts(const OptionalTensor& into, const OptionalTensor& residua
                         dtype,
                         residual ? Matrix{residual->mutable_data_ptr(), residual->stride(0)} : kNoMatrix};
   const cudaStream_t stream = current_stream(x);
-  // For few slots, the factors of their experts alone.
+  // With few slots, only the factors of their experts.
   const bool of_slots = !sorts && routes.slots() < routes.experts;
   std::pair<RankFactors, RankFactors> ranked;
   if (adapters.any() && routes.slots() > 0) ranked = adapters.for_forward(of_slots, stream);
@@ -114,7 +114,7 @@ Tensor compute_experts(const OptionalTensor& into, const OptionalTensor& residua
   const auto launch = [&](const GroupedProblem& problem) {
     if (routes.slots() > 0) check(chosen.kernels.launch(problem, chosen.kernels.plan(problem, device), device, stream));
   };
-  // The rows of an adapter, made of those of a layer: what they add is part of the layer's product.
+  // An adapter's rows, computed from a layer's input: the low-rank term is part of the layer's product.
   const auto rank_rows = [&](const RankFactors& factors, GroupedProblem& layer, int parts, bool in_turns) {
     if (!factors) return Tensor();
     GroupedProblem p = ExpertLayer{*factors.a, {}, 1, false, false}.problem(routes, dtype, layer.slots_of_row);

@@ -1,13 +1,14 @@
-// Training of a mixture's experts on a GPU. The forward is that of inference, and keeps the sorted rows of x and the
-// values before the activation. The backward sorts the rows of the result's gradient, and multiplies none of them by
-// its weight: the product with the down weights does so when it makes the gradients of gate and up of its sums, and the
-// hidden values anew. Nothing waits for the host, and every sum has a fixed order.
+// Training of a mixture's experts on a GPU. The forward is the same as in inference, and keeps the sorted rows of x and
+// the values before the activation. The backward sorts the rows of the result's gradient without multiplying them by
+// their routing weights. The product with the down weights applies these weights to its sums, when it computes the
+// gradients of gate and up and recomputes the hidden values. Nothing waits for the host, and every sum has a fixed
+// order.
 //
-// Experts of other forms than gates and ups side by side, without biases and limits, and all of them where an
-// architecture says so, are plain products with a kernel between them (training/gates.cuh).
+// Experts whose gates and ups are not concatenated, or which have biases or limits, use plain products with a kernel
+// between them (training/gates.cuh). So do all experts if an architecture requires it.
 //
-// An adapter's rows are a product of few columns, and what they add is a low-rank term of the layer's own product, in
-// the backward too, with the factors in each other's place.
+// An adapter's rows are a product of few columns. They add a low-rank term to the layer's own product, also in the
+// backward, where the factors swap roles.
 #include <torch/csrc/stable/ops.h>
 
 #include <vector>
@@ -20,7 +21,7 @@
 namespace fused_mlp {
 namespace {
 
-// Which gradients are asked for.
+// The gradients that are required.
 enum Needs {
   kOfX = 1,
   kOfWeights = 2,
@@ -32,19 +33,19 @@ enum Needs {
   kOfDownB = 128,
   kOfGateUpBias = 256,
   kOfDownBias = 512,
-  kOfSums = 1024,   // those of the values before the activation themselves, behind the others
-  kBySums = 2048,   // these are there, in the place of `gate_up`
-  kOfTokens = 4096  // the tokens are there, in the place of `sorted`
+  kOfSums = 1024,   // of the values before the activation, concatenated
+  kBySums = 2048,   // these are given, instead of `gate_up`
+  kOfTokens = 4096  // the tokens are given, instead of `sorted`
 };
 
-// The layout of the weights, and what is between the products; operands.h says what fits.
+// The layout of the weights, and the operation between the products; operands.h says what is supported.
 struct Form {
   int64_t activation;
   bool gated, interleaved, transposed;
   std::optional<double> limit;
   double up_offset;
 
-  // True if the products have epilogues for it, where there are no biases.
+  // True if the products have epilogues for it, provided that there are no biases.
   bool is_fused() const { return gated && !interleaved && !transposed && !limit && up_offset == 0.0; }
 };
 
@@ -53,7 +54,7 @@ struct ExpertWeights {
   const OptionalTensor &gate_up_bias, &down_bias;
 };
 
-// The term that an adapter adds to a product: rows [., rank], and the weights that they are multiplied by.
+// The term that an adapter adds to a product: rows [., rank], and the weights by which they are multiplied.
 struct Term {
   Tensor rows, weight;
 };
@@ -83,7 +84,7 @@ OptionalTensor aligned_bias(const OptionalTensor& bias) {
   return aligned(dense) ? dense : torch::stable::clone(dense);
 }
 
-// A call's operands, the lists of its sorted rows, and the steps that it is made of.
+// A call's operands, the lists of its sorted rows, and the steps of the call.
 class TrainedExperts {
  public:
   TrainedExperts(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights, const ExpertWeights& given,
@@ -106,7 +107,7 @@ class TrainedExperts {
         fuses_(kernels_.kernels.fuses_in_training && form.is_fused() && !given.gate_up_bias && !given.down_bias),
         plan_(kernels_.kernels.plan_training(routes_)),
         stream_(current_stream(x)),
-        // Lists of int and of float, counted in elements of 16 bits.
+        // Lists of int and of float, counted in 16-bit elements.
         lists_(new_dense(x, {2 * (4 * plan_.row_tiles + routes_.slots() + blocks() + 2 + 2 * experts_)})),
         row_weights_(new_dense(x, {2 * rows()})) {
     tiles_ = static_cast<FittedTile*>(lists_.mutable_data_ptr());
@@ -116,10 +117,10 @@ class TrainedExperts {
     ranges_ = reinterpret_cast<RowRange*>(counts_ + 2);
   }
 
-  // Has the next sort say whose token a row is.
+  // Makes the next sort record the token of each row.
   void list_tokens() { tokens_.emplace(new_dense(like_, {2 * rows()})); }
 
-  // Those of tokens as rows sorted by expert.
+  // The tokens' rows, sorted by expert.
   Tensor sorted(const Tensor& x) const {
     const TensorRows from = addressable_rows(x);
     const Tensor to = new_rows(features_);
@@ -132,10 +133,10 @@ class TrainedExperts {
     return to;
   }
 
-  // The lists of sorted rows alone.
+  // Makes only the lists of sorted rows.
   void list_rows() const { check(launch_row_sort(lists_of_sort(), kernels_.gpu, stream_)); }
 
-  // Rows times the first `rank` rows of every expert's factor, transposed: zeros where they are not filled.
+  // Rows times the transpose of the first `rank` rows of every expert's factor; zeros in rows that are not filled.
   Tensor rank_rows(const Tensor& rows, const Tensor& factor, int64_t rank) const {
     const Tensor out = new_rows(rank);
     check(cudaMemsetAsync(out.mutable_data_ptr(), 0, static_cast<size_t>(out.numel()) * 2, stream_));
@@ -169,8 +170,8 @@ class TrainedExperts {
     return summed(rows, weights_.const_data_ptr());
   }
 
-  // Fills `gate_up_gradient`, and returns the hidden values times their weights. `row_sums` are parts of the gradients
-  // of these.
+  // Fills `gate_up_gradient`, and returns the hidden values times their routing weights. `row_sums` are partial sums of
+  // the gradients of these weights.
   Tensor differentiated(const Tensor& grad, const Tensor& gate_up, const Tensor& gate_up_gradient,
                         const Tensor& row_sums, const OptionalTerm& term) const {
     if (!fuses_) {
@@ -210,12 +211,12 @@ class TrainedExperts {
     return out;
   }
 
-  // Every expert's out^T in, or as weights lie that are transposed.
+  // Every expert's out^T in, transposed if the weights are.
   Tensor outer_of_weight(const Tensor& out, const Tensor& in) const {
     return form_.transposed ? outer(in, out) : outer(out, in);
   }
 
-  // Every expert's sum of rows, times their weights or as they are.
+  // Every expert's sum of rows, weighted or not.
   Tensor bias_gradient(const Tensor& rows, bool weighted) const {
     const Tensor out = new_dense(like_, {experts_, rows.size(1)});
     check(launch_expert_sums(
@@ -239,8 +240,8 @@ class TrainedExperts {
     return out;
   }
 
-  // The gradient of a factor: every expert's rows^T wide, [experts, ranks, columns of wide]. `wide` are sorted rows,
-  // or, where it says so, tokens.
+  // The gradient of a factor: every expert's rows^T wide, [experts, ranks, columns of wide]. `wide` are sorted rows, or
+  // tokens if `of_tokens`.
   Tensor outer_factor(const Tensor& wide, bool of_tokens, const Tensor& rows, int64_t ranks, double scale) const {
     const TensorRows from = addressable_rows(wide);
     const Tensor out = new_dense(like_, {experts_, ranks, from.cols});
@@ -260,7 +261,7 @@ class TrainedExperts {
     return out;
   }
 
-  // True if a tensor is what the forward has kept, of so many columns.
+  // Checks that a tensor was kept by the forward and has this number of columns.
   void check_kept(const Tensor& kept, int64_t columns, const char* name) const {
     check_same_kind(kept, name, like_);
     STD_TORCH_CHECK(kept.dim() == 2 && kept.size(0) == rows() && kept.size(1) == columns && kept.stride(0) == columns &&
@@ -313,7 +314,7 @@ class TrainedExperts {
     return p;
   }
 
-  // Rows times weights [n, k], or [k, n] that are read as they lie.
+  // Rows times weights [n, k], or [k, n] read in their own layout.
   Tensor product(const Tensor& rows, const Tensor& weight, bool as_it_lies, Tensor out, const OptionalTensor& bias = {},
                  const OptionalTerm& term = {}) const {
     GroupedProblem p = problem(weight, 1, as_it_lies, as_it_lies ? Product::kPair : Product::kPlain, rows, bias);
@@ -356,12 +357,12 @@ class TrainedExperts {
   const DType dtype_;
   const Routes routes_;
   const ExpertKernels kernels_;
-  const bool fuses_;  // what is between the products with these
+  const bool fuses_;  // the products' epilogues compute what is between them
   const GroupedPlan plan_;
   const cudaStream_t stream_;
   const Tensor lists_, row_weights_;
   FittedTile* tiles_;
-  int *row_of_slot_, *codes_, *counts_;  // two: of blocks and of tiles
+  int *row_of_slot_, *codes_, *counts_;  // two counts: blocks and tiles
   RowRange* ranges_;
 };
 
@@ -387,7 +388,7 @@ std::vector<Tensor> experts_training_forward(const Tensor& x, const Tensor& top_
   const Tensor gate_up = experts.new_gate_up();
   const OptionalTerm term = experts.term(sorted, of_gate_up);
   const Tensor hidden = experts.hidden(sorted, gate_up, term);
-  if (!keeps_sorted) sorted = new_dense(x, {0});  // its memory is the result's rows' then
+  if (!keeps_sorted) sorted = new_dense(x, {0});  // the result's rows then use its memory
   std::vector<Tensor> kept{experts.result(hidden, experts.term(hidden, of_down)), sorted, gate_up};
   if (term) kept.push_back(term->rows);
   return kept;
@@ -395,7 +396,7 @@ std::vector<Tensor> experts_training_forward(const Tensor& x, const Tensor& top_
 
 namespace {
 
-// The values that the forward has kept.
+// The values kept by the forward.
 struct Kept {
   const OptionalTensor& sorted;
   const Tensor& gate_up;
@@ -442,7 +443,7 @@ std::vector<Tensor> gradients_of_experts(const Tensor& grad, const Kept& kept, c
   OptionalTensor sums;
   if (is_differentiated) {
     experts.list_rows();
-  } else {  // what needs the gradient's rows, and the hidden values, which have gone when the next product needs room
+  } else {  // uses the gradient's rows and the hidden values, which are freed before the next product needs memory
     sums = experts.new_row_sums();
     const Tensor rows = experts.sorted(grad);
     const OptionalTerm term = experts.term(rows, of_down);

@@ -1,5 +1,5 @@
 // The experts of a mixture with quantised weights on a GPU: two grouped GEMMs that read codes, and a weighted sum. Rows
-// are sorted by lists alone: the first layer takes those of tokens from where they lie.
+// are sorted only by lists: the first layer reads the tokens' rows from their original places.
 #include <torch/csrc/stable/ops.h>
 
 #include <bit>
@@ -18,12 +18,12 @@ namespace fused_mlp {
 
 namespace {
 
-// Weights [experts, rows, k] as they are given: codes, scales, and of FP8 the rows and columns of a block.
+// Weights [experts, rows, k] as passed by the caller: codes, scales, and for FP8 the rows and columns of a block.
 struct GivenStack {
   const Tensor &data, &scales;
   int64_t experts, rows, k, block_rows, block;
 
-  // `layout` is that of torch_binding.h.
+  // `layout` is defined in torch_binding.h.
   GivenStack(const Tensor& data, const Tensor& scales, const std::vector<int64_t>& layout, size_t first)
       : data(data),
         scales(scales),
@@ -70,9 +70,9 @@ struct GivenStack {
   }
 };
 
-constexpr size_t kLayout = 5;  // numbers of a stack's
+constexpr size_t kLayout = 5;  // numbers per stack
 
-// A layer of `parts` matrices, whose features are one after the other or in turns.
+// A layer of `parts` matrices, with their features concatenated or interleaved.
 CodedExperts layer_of(const GivenStack& weight, const OptionalTensor& bias, int parts, bool in_turns,
                       const Routes& routes, int slots_of_row) {
   CodedExperts made{};
@@ -104,7 +104,7 @@ CodedExperts layer_of(const GivenStack& weight, const OptionalTensor& bias, int 
   return made;
 }
 
-// A layer for kernels that round rows to e4m3. Its weights have one scale for a block of 128 x 128 at least.
+// A layer for kernels that round rows to e4m3. Its weights have one scale per block, of at least 128 x 128.
 CodedProblem scaled_layer_of(const GivenStack& weight, int parts, int64_t rows) {
   const CodedStack coded = weight.coded();
   const int64_t n = weight.rows / parts;
@@ -130,8 +130,8 @@ CodedProblem scaled_layer_of(const GivenStack& weight, int parts, int64_t rows) 
   return p;
 }
 
-// Both layers over sorted rows in blocks of kScaledTile: rows of x, beside the sort, and hidden values are rounded to
-// e4m3.
+// Both layers on rows sorted into blocks of kScaledTile. Rows of x are rounded to e4m3 while they are sorted; hidden
+// values are rounded too.
 void multiply_scaled(const TensorRows& x, const RowSort& sort, int64_t sorted_rows, const GivenStack& gate_up,
                      const GivenStack& down, int parts, int64_t activation, void* results, const Gpu& device,
                      cudaStream_t stream) {

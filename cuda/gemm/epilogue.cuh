@@ -1,5 +1,5 @@
-// The epilogue of every GEMM: what becomes of the sums before they are rounded and stored. A main loop only has to hand
-// over its sums; how it holds them, and where it finds their biases, stays its own affair.
+// The epilogue of every GEMM: what happens to the sums before they are rounded and stored. A main loop only has to pass
+// its sums; how it holds them, and where it finds their biases, is its own business.
 #pragma once
 
 #include "../activations.cuh"
@@ -32,14 +32,15 @@ __device__ __forceinline__ typename ElementTraits<Element>::Pair load_bias_pair(
   return __ldg(reinterpret_cast<const Pair*>(static_cast<const Element*>(bias) + min(column, n - 2)));
 }
 
-// Asks for an element's sector of 32 bytes, so that it is near when it is read.
+// Prefetches an element's 32-byte sector.
 template <typename Element>
 __device__ __forceinline__ void prefetch(const void* data, int64_t index) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(static_cast<const Element*>(data) + index));
 }
 
-// Asks for the biases of a tile's columns before its sums are there: the epilogue need not wait for memory then. Each
-// of the CTA's first threads asks for one sector, and one thread more than that, as biases may begin within a sector.
+// Prefetches the biases of a tile's columns before its sums are ready, so that the epilogue need not wait for memory.
+// Each of the CTA's first threads requests one sector, and one more thread does too, because biases may begin within a
+// sector.
 template <typename Element>
 __device__ __forceinline__ void prefetch_biases(const EpilogueArgs& epilogue, int first, int columns, int n) {
   constexpr int kSector = 32 / sizeof(Element);
@@ -60,7 +61,7 @@ struct FixedActivation {
   }
 };
 
-// Applies an activation that is looked up by its code at each call: smaller code, for an epilogue whose time does not
+// Applies an activation that is looked up by its code on each call: smaller code, for an epilogue whose time does not
 // matter.
 template <typename Element>
 struct CodedActivation {
@@ -71,7 +72,7 @@ struct CodedActivation {
   }
 };
 
-// The operands that an epilogue takes sums of.
+// The operands whose sums an epilogue uses.
 enum class Operand { kGate, kUp };
 
 // A sum within the limits of its operand. NaN stays NaN.
@@ -81,7 +82,7 @@ __device__ __forceinline__ float limited(const GateLimits& limits, Operand opera
   return (bounded < -limits.limit ? -limits.limit : bounded) + limits.up_offset;
 }
 
-// act(gate), times up where the product is gated.
+// act(gate), times up if the product is gated.
 template <Product kProduct>
 struct GluEpilogue {
   // Leaves a thread's results in `value`. sums(operand, take) calls take(i, sum plus bias) for each i of `value`.
@@ -93,7 +94,7 @@ struct GluEpilogue {
   }
 };
 
-// Returns two adjacent results of a row, the first in an even column, with the addend added where there is one.
+// Returns two adjacent results of a row, the first in an even column, with the addend added if there is one.
 template <typename Element, Product kProduct>
 __device__ __forceinline__ uint32_t with_addend(const EpilogueArgs& epilogue, uint32_t results, int64_t row,
                                                 int64_t column) {
@@ -111,8 +112,8 @@ __device__ __forceinline__ uint32_t with_addend(const EpilogueArgs& epilogue, ui
   return results;
 }
 
-// From the gradient of act(gate) * up: those of gate and up, and the value itself. Memory is what bounds these
-// products: the finer fit of the activation costs nothing.
+// From the gradient of act(gate) * up: the gradients of gate and up, and the value itself. These products are
+// memory-bound, so the more accurate fit of the activation costs nothing.
 template <Activation A>
 struct GluGradient {
   using Fn = ActivationFn<A, Precision::kFloat16>;

@@ -1,4 +1,4 @@
-// The experts of a mixture: which kernels compute their products, and what stands before and behind these.
+// The experts of a mixture: the kernels that compute their products, and the kernels before and after these.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,22 +15,22 @@ struct GroupedKernels {
   GroupedPlan (*plan)(const GroupedProblem& problem, const Gpu& gpu);
   // Launches on the current device.
   cudaError_t (*launch)(const GroupedProblem& problem, const GroupedPlan& plan, const Gpu& gpu, cudaStream_t stream);
-  // kNone where the two layers of a call are to be ours; otherwise the reason why they are torch's.
+  // kNone if our kernels should compute the two layers of a call; otherwise the reason why torch should.
   Refusal (*decide)(const GroupedProblem& first, const GroupedProblem& second, const Gpu& gpu);
-  // The products of training, and the plan for their rows, sorted into blocks. Null where there are none.
+  // The products of training, and the plan for their rows, sorted into blocks. Null if there are none.
   GroupedPlan (*plan_training)(const Routes& routes);
-  // As decide(), of a forward and its backward. Null where they are always ours.
+  // Like decide(), for a forward and its backward. Null if our kernels always compute them.
   Refusal (*decide_training)(const GroupedProblem& first, const GroupedProblem& second, const Gpu& gpu) = nullptr;
   cudaError_t (*launch_training)(const GroupedProblem& problem, const GroupedPlan& plan, const Gpu& gpu,
                                  cudaStream_t stream);
-  // True if they take less time for both layers of a call than those of another architecture, which is the GPU's own.
-  // Null where they never do.
+  // True if these kernels take less time for both layers of a call than those of another architecture, which is the
+  // GPU's own. Null if they never do.
   bool (*are_faster_beside)(const GroupedProblem& first, const Gpu& gpu) = nullptr;
   bool adds_low_rank = false;      // true if products add a low-rank term
-  bool fuses_in_training = false;  // true if products of training have epilogues of gates, and not plain ones alone
+  bool fuses_in_training = false;  // true if products of training also have epilogues of gates
 };
 
-// True if a kernel may start while the one before it drains: before, the instructions for it are not there.
+// True if a kernel may start while the one before it drains; older GPUs do not have the instructions for it.
 constexpr bool starts_kernels_early(const Gpu& gpu) { return gpu.major >= 9; }
 
 // One launch each, on the current device. The sum starts early.

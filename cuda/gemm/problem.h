@@ -1,5 +1,6 @@
-// A product of matrices with an epilogue, and the kernels that may compute it. This is included in device code, and in
-// the choice of a kernel, which is plain C++: it includes no CUDA header, and of the standard library <cstdint> alone.
+// A product of matrices with an epilogue, and the kernels that may compute it. This is included in device code and in
+// the choice of a kernel, which is plain C++, so it includes no CUDA header, and of the standard library only
+// <cstdint>.
 #pragma once
 
 #include <cstdint>
@@ -9,15 +10,15 @@
 
 namespace fused_mlp {
 
-// Which products a kernel accumulates for an output element.
+// The products that a kernel accumulates for an output element.
 enum class Product {
   kPlain,  // a weight^T
   kGated,  // a weight^T and a up_weight^T, side by side
-  // Those of training. Where weights are not transposed, they are [k, n], and are read as they lie.
+  // The products of training. Weights that are not transposed are [k, n], and are read in that layout.
   kPlainKept,      // kPlain and
-  kGatedKept,      // kGated, whose sums are stored beside the results
-  kPlainGradient,  // a weight: the gradient of act(gate), of which the gradient of gate is made at once
-  kGatedGradient,  // a weight: the gradient of act(gate) * up, of which those of gate and up are made at once
+  kGatedKept,      // kGated, which also stores its sums
+  kPlainGradient,  // a weight: the gradient of act(gate), from which the gradient of gate is computed at once
+  kGatedGradient,  // a weight: the gradient of act(gate) * up, from which those of gate and up are computed at once
   kPair,           // a weight + second_a second_weight, or one to three such products
 };
 
@@ -29,8 +30,8 @@ constexpr bool is_gradient(Product product) {
 }
 constexpr bool reads_weights_as_they_lie(Product product) { return is_gradient(product) || product == Product::kPair; }
 
-// The matrices [m, n] that a product's epilogue reads or writes. The pointwise kernel behind torch's GEMM that does the
-// same moves as many.
+// The number of matrices [m, n] that a product's epilogue reads or writes. A pointwise kernel after torch's GEMM that
+// does the same moves as many.
 constexpr int moved_matrices(Product product) {
   switch (product) {
     case Product::kPlainKept:
@@ -45,8 +46,8 @@ constexpr int moved_matrices(Product product) {
   }
 }
 
-// The matrices [m, n] that are moved behind torch's GEMM to the same end: by a pointwise kernel; behind the gradient of
-// the hidden values by another one, which makes these again; of a pair, by each GEMM but the first.
+// The number of matrices [m, n] moved after torch's GEMM for the same result: by a pointwise kernel; after the gradient
+// of the hidden values by another one, which recomputes them; for a pair, by each GEMM except the first.
 constexpr int composed_matrices(Product product) {
   switch (product) {
     case Product::kPlainGradient:
@@ -60,38 +61,38 @@ constexpr int composed_matrices(Product product) {
   }
 }
 
-// Operands of the epilogue, which takes the sums before they are rounded and stored: epilogue.cuh.
+// Operands of the epilogue, which processes the sums before they are rounded and stored: epilogue.cuh.
 struct EpilogueArgs {
   const void* bias;     // [n], added to a weight^T, or null
   const void* up_bias;  // [n], added to a up_weight^T, or null
   int64_t activation;   // a code of activation.h
-  // Rows [m, n], or none where the data is null. The rounded results, times `factor`, are added to them and rounded
-  // again. Only streamed kernels of kPlain do so.
+  // Rows [m, n], or none if the data is null. The rounded results, times `factor`, are added to them and rounded again.
+  // Only streamed kernels of kPlain support this.
   Matrix addend = kNoMatrix;
   float factor = 1.0f;
 
   bool operator==(const EpilogueArgs&) const = default;
 };
 
-// Operands of products of training. All are [m, n] but the operands of a pair.
+// Operands of products of training. All are [m, n] except the operands of a pair.
 struct TrainingMatrices {
-  // Operands of a pair's second and third product, whose weights are null where there are none.
+  // Operands of a pair's second and third product; their weights are null if there are none.
   Matrix second_a, second_weight, third_a, third_weight;
   Matrix gate, up;  // values before the activation, biases included: kept products write, gradients read
-  // Written by gradients, whose `out` is act(gate) * up again, or null. These may be gate and up themselves.
+  // Written by gradients. Their `out` is act(gate) * up again, or null. These may be gate and up themselves.
   Matrix gate_gradient, up_gradient;
 
   bool operator==(const TrainingMatrices&) const = default;
 };
 
-// A product of few columns that is added to the sums: rows of which the first k columns are multiplied by weight^T,
-// [n, k], and those from up_column on by up_weight^T, [n, up_k], for the sums of up. Columns between hold zeros. Of
-// products that read their weights as they lie, weights are [k, n] and [up_k, n], and a pair adds both. There is none
-// where k and up_k are 0.
+// A low-rank term that is added to the sums. The first k columns of its rows are multiplied by weight^T, [n, k], and
+// those from up_column by up_weight^T, [n, up_k], for the sums of up. Columns between hold zeros. For products that
+// read weights in their own layout, weights are [k, n] and [up_k, n], and a pair adds both. There is no term if k and
+// up_k are 0.
 struct LowRank {
   Matrix rows = kNoMatrix, weight = kNoMatrix, up_weight = kNoMatrix;
   int64_t k = 0, up_k = 0, up_column = 0;
-  // A mask of dropout (dropout.h) for what the term adds to a gradient, times `scale`; null where there is none.
+  // A dropout mask (dropout.h) for what the term adds to a gradient, times `scale`; null if there is none.
   const uint32_t* kept = nullptr;
   int64_t words_of_row = 0;
   float scale = 1.0f;
@@ -110,7 +111,7 @@ struct RankFactor {
   float scale;
 };
 
-// Up to two factors of the same x [m, k]; the rank of one that is not there is 0.
+// Up to two factors for the same x [m, k]; the rank of a missing one is 0.
 struct RankRows {
   Matrix x, out;
   int64_t m, k;
@@ -118,9 +119,9 @@ struct RankRows {
   DType dtype;
 };
 
-// out = act(a weight^T + bias), or, where up_weight.data is not null,
-// out = act(a weight^T + bias) * (a up_weight^T + up_bias).
-// a [m, k], weights [n, k], out [m, n]; sums are fp32 and are rounded once. Weights of gradients and pairs: [k, n].
+// out = act(a weight^T + bias), or, if up_weight.data is not null, out = act(a weight^T + bias) * (a up_weight^T +
+// up_bias). a [m, k], weights [n, k], out [m, n]; sums are fp32 and are rounded once. Weights of gradients and pairs:
+// [k, n].
 struct GemmProblem {
   Matrix a;
   Matrix weight;
@@ -131,11 +132,11 @@ struct GemmProblem {
   int64_t k;
   DType dtype;
   EpilogueArgs epilogue;
-  // The number of CTAs that the launch before this one in the stream has at most, where it is a kernel of ours that did
-  // not write the weights: this one may start, and read its weights, while that one drains. 0 for any other launch.
+  // The maximum number of CTAs of the previous launch in the stream, if that is a kernel of ours that did not write the
+  // weights: this kernel may then start, and read its weights, while that one drains. 0 for any other launch.
   int64_t ctas_before;
-  bool behind_norm;  // which that kernel is
-  // kPlain stands for itself and for kGated: which of the two it is, up_weight says.
+  bool behind_norm;  // that kernel is a norm
+  // kPlain stands for itself and for kGated; up_weight tells which.
   Product kind = Product::kPlain;
   TrainingMatrices training{};
   LowRank low_rank{};
@@ -149,21 +150,21 @@ struct GemmProblem {
   bool follows_ours() const { return ctas_before > 0; }
   bool gated() const { return is_gated(product()); }
   bool pair() const { return product() == Product::kPair; }
-  // The products of a pair.
+  // The number of products of a pair.
   int terms() const { return 1 + (training.second_weight.data != nullptr) + (training.third_weight.data != nullptr); }
   bool linear() const { return epilogue.activation == static_cast<int64_t>(Activation::kLinear); }
 };
 
-// The facts of the call around its first product.
+// The facts about the call before its first product.
 struct Place {
-  int64_t ctas_before = 0;  // that of GemmProblem
+  int64_t ctas_before = 0;  // as in GemmProblem
   bool in_block = false;    // true if the call computes a block of a model: an MLP with its residual
 };
 
-// The launcher of a product. A graph's launch costs nothing for each of its kernels.
+// How a product is launched. In a graph the launch of each kernel costs nothing.
 enum class Launcher { kGraph, kCpu, kCpuInBlock };
 
-// The bounds of a gated product, as gpt-oss has them: gates count as `limit` at most, ups as that in magnitude, and
+// The limits of a gated product, as in gpt-oss: gates are clamped to at most `limit`, ups to [-limit, limit], and
 // `up_offset` is added to the ups.
 struct GateLimits {
   float limit, up_offset;
@@ -171,13 +172,13 @@ struct GateLimits {
 
 enum class MainLoop {
   kTiled,     // for many rows: persistent CTAs, each computing large tiles of the output
-  kStreamed,  // for few rows: bound by the reading of the weights, which pass through small tiles
+  kStreamed,  // for few rows: bound by reading the weights, which are streamed through small tiles
 };
 
-// The division of a CTA's tiles among its warpgroups, and which operand is the M side of the tensor cores'
+// The division of a CTA's tiles among its warpgroups, and the operand that is the M side of the tensor cores'
 // instructions.
 enum class Schedule {
-  kPingPong,         // M side: rows of a. The warpgroups take a tile each in turn.
+  kPingPong,         // M side: rows of a. The warpgroups alternate between tiles.
   kCooperative,      // M side: rows of a. Each warpgroup computes half the rows of every tile.
   kSwapped,          // M side: weight rows. Each warpgroup computes half the columns of every tile.
   kSwappedHalfRows,  // M side: weight rows. Each warpgroup computes all the columns for half the rows of a.
@@ -194,17 +195,17 @@ struct GemmKernel {
   MainLoop loop;
   Product product;
   int block_m;  // rows of a in a tile
-  int block_n;  // weight rows in a tile: of a gated product, half are the gate's and half are up's
+  int block_n;  // weight rows in a tile: for a gated product, half are the gate's and half are up's
   Schedule schedule;
   int split_k;   // CTAs of a cluster that share one output tile, each with a part of k
-  int ring = 0;  // elements of k in shared memory at a time, where it takes that to tell two kernels apart
+  int ring = 0;  // elements of k in shared memory at a time, if needed to tell two kernels apart
 
   // Columns of the output in a tile.
   constexpr int columns() const { return is_gated(product) ? block_n / 2 : block_n; }
   bool operator==(const GemmKernel&) const = default;
 };
 
-// The CTAs of a kernel, were it to run all at once.
+// The number of CTAs of a kernel if all ran at once.
 constexpr int64_t ctas_of(const GemmProblem& p, const GemmKernel& kernel) {
   return ceil_div(p.m, kernel.block_m) * ceil_div(p.n, kernel.columns()) * kernel.split_k;
 }
@@ -214,10 +215,10 @@ struct Architecture;  // architecture.h
 struct GemmPlan {
   GemmKernel kernel;
   double microseconds;                         // estimated
-  const Architecture* architecture = nullptr;  // whose kernel it is, where choose_gemm() has chosen it
-  double hidden = 0.0;  // microseconds of these that pass while the kernel before drains, where it starts early
+  const Architecture* architecture = nullptr;  // the kernel's architecture, if choose_gemm() has chosen it
+  double hidden = 0.0;  // microseconds of these that pass while the previous kernel drains, if it starts early
 
-  // The rest of its time behind the kernel before, where that leaves it room, and where it leaves it little.
+  // The rest of its time after the previous kernel: if that one leaves it room, and if it leaves little.
   constexpr double shortest() const { return microseconds - hidden; }
   constexpr double longest() const {
     constexpr double kSurelyHidden = 1.0;
@@ -225,14 +226,13 @@ struct GemmPlan {
   }
 };
 
-// The part of the time that a GEMM before would hide that is hidden. A norm is shorter (measured in blocks on an
-// H100).
+// The hidden part of the time that a GEMM before would hide. A norm is shorter (measured in blocks on an H100).
 constexpr double hidden_behind(const GemmProblem& p, double gemm) {
   constexpr double kNorm = 1.3;
   return p.behind_norm && gemm > kNorm ? kNorm : gemm;
 }
 
-// Rates that the memory and the tensor cores of a GPU reach, as measured on one of the architecture.
+// Rates that the memory and the tensor cores of a GPU reach, as measured on a GPU of the architecture.
 struct Peak {
   double bytes_per_microsecond, flops_per_microsecond;
 };

@@ -7,8 +7,8 @@
 
 namespace fused_mlp {
 
-// Raises the kernel's shared memory limit on the current device, the first time it runs there. Of internal linkage: two
-// builds in one process have kernels of the same names, and each needs a flag of its own.
+// Raises the kernel's shared memory limit on the current device, the first time it runs there. Has internal linkage:
+// two builds in one process have kernels with the same names, and each needs its own flag.
 template <auto kKernel>
 static cudaError_t allow_shared_memory(int bytes) {
   static std::atomic<uint64_t> devices_done{0};

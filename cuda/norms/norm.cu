@@ -5,15 +5,16 @@
 namespace fused_mlp {
 namespace {
 
-// The least power of two of threads, of at least a warp, that has a part of so many items each; not above the most.
+// The least power of two of threads, at least a warp, with which each thread has at most `each` items; capped at the
+// maximum.
 unsigned threads_for(int64_t items, int64_t each, unsigned most) {
   unsigned threads = 32;
   while (threads < most && threads * each < items) threads *= 2;
   return threads;
 }
 
-// CTAs that start early crowd where the kernel before leaves room for them: with more than there are multiprocessors,
-// that takes longer than a start behind it (measured on an H100).
+// CTAs that start early are packed where the previous kernel leaves room for them. If there are more of them than
+// multiprocessors, that takes longer than a start after it (measured on an H100).
 constexpr int64_t kMostEarly = 132;
 
 template <typename... Args>

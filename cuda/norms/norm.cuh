@@ -1,5 +1,5 @@
-// The kernels of a block's norms and of its residual (norm.h). Apart from their launch, so that a compiler of device
-// code alone takes this file.
+// The kernels of a block's norms and of its residual (norm.h), separate from their launch so that device-only compilers
+// can compile this file.
 #pragma once
 
 #include "../overlap.cuh"
@@ -10,7 +10,7 @@ namespace fused_mlp {
 
 constexpr int kSumThreads = 256;
 constexpr int kNormThreads = 512;
-constexpr int kNormVectors = 2;  // that each thread keeps in registers; what is beyond them is read again
+constexpr int kNormVectors = 2;  // per thread in registers; anything beyond them is read again
 
 template <int Count>
 __device__ __forceinline__ void add_over_warp(float (&sums)[Count]) {
@@ -21,8 +21,8 @@ __device__ __forceinline__ void add_over_warp(float (&sums)[Count]) {
   }
 }
 
-// Adds up each of the sums over the threads of a row, for all of them: over a warp, or over a block of whole warps. A
-// kernel calls it once with each Count, which has shared memory of its own.
+// Sums each value over the threads of a row: over a warp, or over a block of whole warps. A kernel calls it once with
+// each Count, which has its own shared memory.
 template <int Count>
 __device__ __forceinline__ void add_over_row(float (&sums)[Count]) {
   __shared__ float of_warps[Count][kNormThreads / 32];
@@ -39,7 +39,7 @@ __device__ __forceinline__ void add_over_row(float (&sums)[Count]) {
   add_over_warp(sums);
 }
 
-// The mean square without that of the mean that is left in it. What has overflowed stays infinite, and NaN passes.
+// The mean square minus the square of the remaining mean. Overflowed values stay infinite, and NaN passes through.
 __device__ __forceinline__ float variance_of(float mean_square, float mean) {
   const float square = mean * mean;
   if (square < mean_square) return mean_square - square;
@@ -58,7 +58,7 @@ __device__ __forceinline__ const T* features_of(const Features& features, int64_
   return static_cast<const T*>(features.data) + (features.stride == 0 ? 0 : row / features.rows * features.stride);
 }
 
-// The same, of float32 where T has 16 bits.
+// The same, in float32 if T has 16 bits.
 template <typename T>
 __device__ __forceinline__ const float* wide_features_of(const Features& features, int64_t row) {
   return sizeof(T) == sizeof(float) ? nullptr : features_of<float, true>(features, row);
@@ -84,8 +84,8 @@ __device__ __forceinline__ Floats<Width> read_floats(const float* data) {
   return read;
 }
 
-// residual + factor * x, of which each thread computes a pack; with a weight, x times that. blockDim.y rows for a
-// block, whose blockDim.x packs are part of a row, one of `parts`.
+// residual + factor * x, one pack per thread; with a weight, x times the weight. A block has blockDim.y rows; its
+// blockDim.x packs are one of `parts` parts of a row.
 template <typename T, int Width>
 __global__ void __launch_bounds__(kSumThreads) sum_kernel(const __grid_constant__ NormRows p, unsigned parts) {
   wait_for_previous_kernel();
@@ -113,15 +113,14 @@ __global__ void __launch_bounds__(kSumThreads) sum_kernel(const __grid_constant_
   store(static_cast<T*>(p.out.data) + row * p.out.row_stride + col, sums);
 }
 
-// blockDim.x threads for a row; where that is a warp, blockDim.y rows for a block. A thread has all its reads under
-// way, those of the weights too, before it waits for the first, and two blocks of the most threads fit beside each
-// other, so that one reads while the other waits for its sums. Where the norm is centred, the mean is taken first, so
-// that the squares are of small numbers, and corrected by what is left of it in the second pass: a row of equal values
-// gives 0.
+// blockDim.x threads per row; if that is a warp, blockDim.y rows per block. A thread starts all its reads, including
+// those of the weights, before it waits for the first. Two blocks of the maximum size fit on a multiprocessor, so that
+// one reads while the other waits for its sums. If the norm is centred, the mean is computed first, so that the squares
+// are of small numbers, and its rounding error is corrected in the second pass: a row of equal values gives 0.
 template <typename T, int Width, bool Centred, Residual Place>
 __global__ void __launch_bounds__(kNormThreads, 2) norm_kernel(const __grid_constant__ NormRows p) {
   wait_for_previous_kernel();
-  allow_next_kernel();  // not before: the kernel behind reads weights at once, which an earlier one may have written
+  allow_next_kernel();  // not earlier: the next kernel reads weights at once, which an earlier one may have written
   const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
   if (row >= p.rows) return;
   const Norm& norm = p.norm;
@@ -187,7 +186,7 @@ __global__ void __launch_bounds__(kNormThreads, 2) norm_kernel(const __grid_cons
     float sum[1] = {}, moments[2] = {};
     for_each([&](int64_t, const Values& values, const Terms&) {
 #pragma unroll
-      for (float value : values.lane) sum[0] = fmaf(value, share, sum[0]);  // which does not overflow
+      for (float value : values.lane) sum[0] = fmaf(value, share, sum[0]);  // cannot overflow
     });
     add_over_row(sum);
     mean = sum[0];

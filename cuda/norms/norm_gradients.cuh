@@ -1,27 +1,28 @@
-// The kernels of a norm's backward (norm.h). Apart from their launch, so that a compiler of device code alone takes
-// this file.
+// The kernels of a norm's backward (norm.h), separate from their launch so that device-only compilers can compile this
+// file.
 #pragma once
 
 #include "norm_teams.cuh"
 
 namespace fused_mlp {
 
-// Columns of a row that several teams of a CTA have, each with one pack of it.
+// The maximum number of columns of a row for which a CTA has several teams, whose threads then have one pack of it
+// each.
 constexpr int most_shared_columns(int vectors) { return vectors == 1 ? 2048 : 1; }
 
-// The number of rows of a team in shared memory: one, and the next where there is room for it on all GPUs.
+// The number of a team's rows in shared memory: one, or two if there is room on all GPUs.
 constexpr int gradient_stages(int vectors) { return vectors == 1 ? 2 : 1; }
-// CTAs of a multiprocessor: with two, those of a centred norm spill registers.
+// CTAs per multiprocessor; with two, those of a centred norm would spill registers.
 constexpr int gradient_ctas(int vectors, bool centred, bool behind) {
   return vectors == 1 && !centred && !behind ? 2 : 1;
 }
-// `kept_bytes`: those of a pack's mask. Where a dropout is behind the norm, no residual's gradient is added.
+// `kept_bytes`: the bytes of a pack's mask. If the norm follows a dropout, no residual's gradient is added.
 constexpr int gradient_shared_bytes(int vectors, bool behind, int kept_bytes) {
   const int of_packs = vectors * (2 * kVectorBytes + (behind ? kept_bytes : kVectorBytes));
   return gradient_stages(vectors) * kTeamThreads * (of_packs + 2 * static_cast<int>(sizeof(float)));
 }
 
-// True if each element of a pack was kept: torch's masks hold a byte for each.
+// True for each element of a pack that was kept: torch's masks have one byte per element.
 template <int Width>
 struct alignas(Width) KeptBytes {
   static_assert(Width % 4 == 0);
@@ -30,10 +31,10 @@ struct alignas(Width) KeptBytes {
   __device__ __forceinline__ bool operator[](int i) const { return (words[i / 4] >> i % 4 * 8 & 0xff) != 0; }
 };
 
-// Each thread of a team has `Vectors` packs of all rows that come to the team: weights and sums over rows stay in its
-// registers. It copies rows to shared memory, where no other thread reads them, while it computes one. At the end the
-// teams of a CTA add up their sums one after the other. `Behind`: with the gradient in front of a dropout, or a sum
-// over its rows.
+// Each thread of a team has `Vectors` packs of every row of the team, so weights and sums over rows stay in its
+// registers. While it computes one row it copies the next to shared memory; no other thread reads its part. At the end
+// the teams of a CTA add up their sums one after the other. `Behind`: with the gradient before a dropout, or a sum over
+// its rows.
 template <typename T, int Width, int Vectors, bool Centred, bool Behind>
 __global__ void __launch_bounds__(kTeamThreads, gradient_ctas(Vectors, Centred, Behind))
     norm_gradients_kernel(const __grid_constant__ NormGradients p) {
@@ -93,7 +94,7 @@ __global__ void __launch_bounds__(kTeamThreads, gradient_ctas(Vectors, Centred, 
     if (column(v) < p.cols) weights[v] = read_weights<T, Width>(p.norm, column(v));
   }
   const float share = 1.0f / static_cast<float>(p.cols);
-  // Teams of one warp go on together, until none has a row.
+  // Teams of one warp continue together until none has a row.
   for (int64_t first = 0; first < p.rows; first += step, row += step) {
     copy();
     wait_for_copies<kStages - 1>();
@@ -183,7 +184,7 @@ __global__ void __launch_bounds__(kTeamThreads, gradient_ctas(Vectors, Centred, 
   }
 }
 
-// The same of rows of any width, and of elements that are no whole vectors: a CTA has a row at a time and reads it
+// The same for rows of any width, and for elements that are not whole vectors: a CTA has a row at a time and reads it
 // twice, and its sums are in memory.
 template <typename T, bool Centred>
 __global__ void __launch_bounds__(kTeamThreads) any_norm_gradients_kernel(const __grid_constant__ NormGradients p) {

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t width_of(DType dtype) { return kVectorBytes / element_bytes(dtype); }
 
-// True if rows of so many columns are whole vectors in all of these matrices.
+// True if rows of this many columns are whole vectors in all of these matrices.
 template <typename... Matrices>
 bool are_vectors(DType dtype, int64_t rows, int64_t cols, const Matrices&... matrices) {
   const auto aligned = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % kVectorBytes == 0; };
@@ -18,7 +18,7 @@ bool are_vectors(DType dtype, int64_t rows, int64_t cols, const Matrices&... mat
   return cols % width_of(dtype) == 0 && (fits(matrices) && ...);
 }
 
-// The threads of a row that has so many packs: whole warps, or an even part of one.
+// The number of threads for a row of this many packs: whole warps, or a power-of-two part of one.
 unsigned lanes_of(int64_t packs) {
   if (packs > 32) return static_cast<unsigned>(ceil_div(packs, 32) * 32);
   unsigned lanes = 32;
@@ -26,8 +26,8 @@ unsigned lanes_of(int64_t packs) {
   return lanes;
 }
 
-// The division of rows among the threads of a CTA: `lanes` of them for a row, which have so many vectors each; or all,
-// where there are none.
+// The division of rows among the threads of a CTA: `lanes` threads per row, which have so many vectors each; or, if
+// there are none, all threads.
 struct Shares {
   unsigned lanes, teams;
   int vectors;
@@ -74,10 +74,10 @@ cudaError_t run(const NormGradients& p, unsigned parts, cudaStream_t stream) {
 
 namespace {
 
-// True if rows are a warp's each.
+// True if one warp per row suffices.
 bool fit_warps(const NormRows& p) { return p.cols <= 32 * kMostSumPacks * width_of(p.dtype); }
 
-// True if rows are those of a sum, whose norm's backward is to come.
+// True if rows are those of a sum, whose norm has a backward.
 bool are_sums(const NormRows& p) {
   return p.norm.residual == Residual::kNormed && p.norm.factor == 1.0f && p.sum != nullptr && p.statistics != nullptr;
 }
@@ -89,7 +89,7 @@ cudaError_t launch_warps(const NormRows& p, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-// A norm by itself is centred: of others more threads have a row in less time.
+// Single norms that are not centred take less time with more threads per row.
 template <typename T, int Packs>
 cudaError_t launch_warps(const NormRows& p, cudaStream_t stream) {
   if (p.norm.residual == Residual::kNone) return launch_warps<T, Packs, true, false>(p, stream);
@@ -97,7 +97,7 @@ cudaError_t launch_warps(const NormRows& p, cudaStream_t stream) {
                           : launch_warps<T, Packs, false, true>(p, stream);
 }
 
-// Launches the kernel whose lanes have as many packs as this row, or some more.
+// Launches the kernel whose lanes have as many packs as this row needs, or slightly more.
 template <typename T>
 cudaError_t launch_warps(const NormRows& p, cudaStream_t stream) {
   switch (ceil_div(p.cols, 32 * width_of(p.dtype))) {
@@ -114,16 +114,16 @@ cudaError_t launch_warps(const NormRows& p, cudaStream_t stream) {
   }
 }
 
-// True if a norm by itself is of whole rows in teams, not in warps.
+// True if a single norm uses a team per row instead of a warp per row.
 bool takes_teams(const NormRows& p) { return !p.norm.centred() || p.cols <= 32 * width_of(p.dtype); }
 
 }  // namespace
 
 bool have_teams(const NormRows& p) {
-  constexpr int64_t kLeastRows = 1024;  // few rows start early behind a GEMM in the other kernel; not tuned
+  constexpr int64_t kLeastRows = 1024;  // few rows start early after a GEMM in the other kernel; not tuned
   const Features &weight = p.norm.weight, &bias = p.norm.bias;
   const auto matrix = [](const Features& f) { return Matrix{const_cast<void*>(f.data), 0}; };
-  // A centred norm adds up twice: more than a warp for a row wait for each other.
+  // A centred norm sums twice, and more than one warp per row would have to wait for each other.
   const bool fits = p.norm.centred() ? fit_warps(p) : p.cols <= kTeamThreads * width_of(p.dtype);
   const bool taken = (p.norm.residual == Residual::kNone && fits) || (are_sums(p) && fit_warps(p));
   return p.rows >= kLeastRows && taken && p.norm.normed() && weight.stride == 0 && bias.stride == 0 &&

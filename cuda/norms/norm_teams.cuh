@@ -1,4 +1,4 @@
-// Persistent CTAs that share the rows of norms: the part that forward and backward of a norm by itself have in common.
+// Persistent CTAs that share the rows of norms: the code that forward and backward of single norms have in common.
 #pragma once
 
 #include "norm.cuh"
@@ -8,7 +8,7 @@ namespace fused_mlp {
 constexpr int kTeamThreads = 512;
 constexpr int kTeamWarps = kTeamThreads / 32;
 
-// Copies 16, 8 or 4 bytes to shared memory while the thread goes on; where `real` is false, zeros.
+// Copies 16, 8 or 4 bytes to shared memory asynchronously; zeros if `real` is false.
 template <int Bytes>
 __device__ __forceinline__ void copy_ahead(void* to, const void* from, bool real) {
   const auto shared = static_cast<unsigned>(__cvta_generic_to_shared(to));
@@ -23,14 +23,14 @@ __device__ __forceinline__ void copy_ahead(void* to, const void* from, bool real
 
 __device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until all but the last so many groups of this thread's copies are there.
+// Waits until all groups of this thread's copies have arrived except the last kGroups.
 template <int Groups>
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Groups) : "memory");
 }
 
-// A team of threads has a row at a time: part of a warp, or whole warps. This adds up sums over it. Turns take two
-// places in shared memory, so that one barrier for each suffices.
+// A team of threads, which is part of a warp or whole warps, processes one row at a time. This sums over the team. Sums
+// alternate between two places in shared memory, so that one barrier per sum suffices.
 struct Team {
   float2 (*places)[2][kTeamWarps];
 
@@ -62,7 +62,7 @@ struct Team {
   }
 };
 
-// The weights, or the biases, from a column on; without them `otherwise`.
+// The weights, or the biases, from a given column; `otherwise` if there are none.
 template <typename T, int Width>
 __device__ __forceinline__ Floats<Width> read_features(const Features& features, int64_t col, float otherwise) {
   Floats<Width> found;
@@ -89,8 +89,8 @@ __device__ __forceinline__ Floats<Width> read_weights(const Norm& norm, int64_t 
   return weights;
 }
 
-// norm(x) of many rows, all of which share weight and bias: each thread of a team has a pack of all rows that come to
-// the team, and copies of the next ones under way.
+// norm(x) of many rows, all of which share weight and bias. Each thread of a team has a pack of every row of the team,
+// and copies of the next rows are in flight.
 template <typename T, int Width, bool Centred>
 __global__ void __launch_bounds__(kTeamThreads, 2) team_norm_kernel(const __grid_constant__ NormRows p) {
   constexpr int kStages = 3;
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kTeamThreads, 2) team_norm_kernel(const __grid
     if (Centred) biases = read_features<T, Width>(p.norm.bias, col, 0.0f);
   }
   const float share = 1.0f / static_cast<float>(p.cols);
-  // Teams of one warp go on together, until none has a row.
+  // Teams of one warp continue together until none has a row.
   for (int64_t first = 0; first < p.rows; first += step, row += step) {
     copy();
     wait_for_copies<kStages - 1>();
@@ -169,9 +169,9 @@ __global__ void __launch_bounds__(kTeamThreads, 2) team_norm_kernel(const __grid
 }
 
 constexpr int kSumWarps = 8;
-constexpr int kMostSumPacks = 6;  // of a lane
+constexpr int kMostSumPacks = 6;  // per lane
 
-// norm(x), or where `Sum` norm(residual + x), of many rows, all of which share weight and bias: a warp has a row, of
+// norm(x), or with `Sum` norm(residual + x), of many rows, all of which share weight and bias. A warp has a row, of
 // which each lane keeps `Packs` packs in registers, so that no thread waits at a barrier.
 template <typename T, int Width, int Packs, bool Centred, bool Sum>
 __global__ void __launch_bounds__(32 * kSumWarps) warp_norm_kernel(const __grid_constant__ NormRows p) {

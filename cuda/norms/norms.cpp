@@ -1,4 +1,4 @@
-// Norms by themselves, forward and backward.
+// Single norms, forward and backward.
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
 
 #include "../../torch-ext/ops/norm_training.h"
@@ -9,7 +9,7 @@
 namespace fused_mlp {
 namespace {
 
-// The functions that norm_training.h asks of a backend.
+// The functions that norm_training.h requires of a backend.
 struct Cuda {
   static void norm(const TensorRows& x, const Norm& norm, const Tensor& y, const Tensor& statistics) {
     run_norm(x, kNoMatrix, norm, y, static_cast<float*>(statistics.mutable_data_ptr()));

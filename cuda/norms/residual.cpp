@@ -11,7 +11,7 @@
 namespace fused_mlp {
 namespace {
 
-// The functions that residual.h asks of a backend.
+// The functions that residual.h requires of a backend.
 struct Cuda {
   static void norm(const TensorRows& x, const Matrix& residual, const Norm& norm, const Tensor& out) {
     run_norm(x, residual, norm, out);

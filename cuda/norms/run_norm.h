@@ -1,4 +1,4 @@
-// The kernel that computes a norm, as ops ask for it.
+// Runs a norm's kernel, with the interface that ops use.
 #pragma once
 
 #include "../device.h"

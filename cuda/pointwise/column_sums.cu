@@ -46,7 +46,7 @@ cudaError_t run_joint(const SumSources& sources, int64_t rows, cudaStream_t stre
 }  // namespace
 
 int64_t parts_of_column_sums(int64_t rows, int64_t cols, int multiprocessors) {
-  constexpr int64_t kLeastRows = 1024;  // rows of a part: with fewer, the second kernel takes longer than is gained
+  constexpr int64_t kLeastRows = 1024;  // rows of a part: with fewer, the second kernel costs more than is gained
   const int64_t blocks = std::max<int64_t>(ceil_div(cols, kSumColumns), 1);
   return std::max<int64_t>(std::min(multiprocessors / blocks, rows / kLeastRows), 1);
 }

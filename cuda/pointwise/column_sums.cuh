@@ -1,5 +1,5 @@
-// The kernel that sums the columns of a matrix. Apart from its launch, so that a compiler of device code alone takes
-// this file.
+// The kernel that sums the columns of a matrix, separate from its launch so that device-only compilers can compile this
+// file.
 #pragma once
 
 #include "../vector.cuh"
@@ -11,11 +11,11 @@ constexpr int kColumnSumThreads = 512;
 constexpr int kSumColumns = 32;  // columns that a block adds up
 constexpr int kSumUnroll = 6;    // rows that a thread has in flight
 
-// The rows that a block reads at once: threads beside each other share a row.
+// The number of rows that a block reads at once: neighbouring threads share a row.
 template <int Width>
 constexpr int kSumRows = kColumnSumThreads / (kSumColumns / Width);
 
-// The place of sums: each part's rows are adjacent in memory.
+// Where sums are stored: each part's sums are adjacent in memory.
 template <typename Out>
 struct AdjacentSums {
   Out* out;
@@ -26,7 +26,7 @@ struct AdjacentSums {
   }
 };
 
-// Each group of columns has a target of its own.
+// Each group of columns has its own target.
 struct GroupedSums {
   SumTargets targets;
   int64_t cols;
@@ -53,8 +53,8 @@ struct GroupedSums {
 };
 
 // A block sums the rows of its columns from `begin` to `end`, and calls put(column, sum) for each. A thread adds up a
-// few rows and then adds that to its sums, always in the same order: results are the same in every call, and rounding
-// errors stay small with many rows.
+// few rows and then adds that to its sums, always in the same order. So results are the same on every call, and
+// rounding errors stay small with many rows.
 template <typename In, int Width, typename Put>
 __device__ __forceinline__ void sum_columns(const Matrix& x, int64_t begin, int64_t end, int64_t first, int64_t cols,
                                             const Put& put) {
@@ -99,7 +99,7 @@ __device__ __forceinline__ void sum_columns(const Matrix& x, int64_t begin, int6
   if (summed < cols) put(summed, total);
 }
 
-// A block for each part of the rows, of `part_rows`, and each group of columns.
+// One block for each part of the rows, of `part_rows`, and each group of columns.
 template <typename In, typename Sums, int Width>
 __global__ void __launch_bounds__(kColumnSumThreads, 2)
     column_sums_kernel(Matrix x, int64_t rows, int64_t cols, int64_t part_rows, Sums out) {
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kColumnSumThreads, 2)
                          [&](int64_t col, float sum) { out.put(blockIdx.y, col, sum); });
 }
 
-// A block for each group of columns of each matrix.
+// One block for each group of columns of each matrix.
 template <typename In, int Width>
 __global__ void __launch_bounds__(kColumnSumThreads, 2)
     joint_sums_kernel(const __grid_constant__ SumSources sources, int64_t rows) {

@@ -16,7 +16,7 @@ int64_t parts_of_column_sums(int64_t rows, int64_t cols, int multiprocessors);
 cudaError_t launch_column_sums(Matrix x, int64_t rows, int64_t cols, DType dtype, void* out, DType out_dtype,
                                float* partial, int64_t parts, cudaStream_t stream);
 
-// The same of adjacent float32 rows, [rows, groups, cols], each group of whose columns has a target, or null.
+// The same for adjacent float32 rows, [rows, groups, cols]; each group of columns has a target, or null.
 constexpr int kMostSumGroups = 3;
 struct SumTargets {
   void* of[kMostSumGroups];
@@ -25,7 +25,8 @@ struct SumTargets {
 cudaError_t launch_grouped_sums(float* x, int64_t rows, int64_t cols, int64_t groups, const SumTargets& targets,
                                 cudaStream_t stream);
 
-// The same of up to as many matrices of so many rows and of one dtype, in one launch; what has no columns is none.
+// The same for up to that many matrices with this number of rows and the same dtype, in one launch; a matrix without
+// columns is skipped.
 struct SumSources {
   struct {
     Matrix x;

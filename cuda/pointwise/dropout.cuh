@@ -1,4 +1,4 @@
-// The kernels of masks of dropout.
+// The kernels for dropout masks.
 #pragma once
 
 #include "../vector.cuh"
@@ -8,10 +8,10 @@ namespace fused_mlp {
 
 constexpr int kMaskThreads = 256;
 
-// Four bytes of 0 or 1 as four bits: the factor brings each byte's bit to one of bits 24 to 27.
+// Packs four bytes of 0 or 1 into four bits: the factor moves each byte's bit to one of bits 24 to 27.
 __device__ __forceinline__ uint32_t bits_of_bytes(uint32_t bytes) { return bytes * 0x01020408u >> 24 & 0xfu; }
 
-// A thread makes one word.
+// Each thread produces one word.
 template <bool Vectors>
 __global__ void __launch_bounds__(kMaskThreads)
     pack_mask_kernel(const uint8_t* kept, int64_t rows, int64_t cols, KeptBits bits) {

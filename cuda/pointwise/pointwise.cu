@@ -8,22 +8,22 @@ namespace {
 
 constexpr int64_t kMaxGridY = 65535;
 
-// Few elements are spread over small blocks: the warps of one multiprocessor would wait for each other's activations.
+// Few elements are spread over small blocks: on one multiprocessor the warps would wait for each other's activations.
 constexpr int64_t kFewBlocks = 264;
 
-// Elements that one vector for each thread takes in one round of blocks.
+// Elements processed in one round of blocks with one vector per thread.
 template <int Width>
 constexpr int64_t kOneRound = kFewBlocks * kThreads * Width;
 
-// Threads of a block, for so many elements of one thread.
+// Threads per block, for this many elements and elements per thread.
 unsigned threads_for(int64_t elements, int64_t of_thread) {
   unsigned threads = kThreads;
   while (threads > 32 && elements < kFewBlocks * threads * of_thread) threads /= 2;
   return threads;
 }
 
-// Two vectors for each thread keep the memory busy. Elements that fit into one round of blocks take as long as one
-// thread's arithmetic: with one vector that is half.
+// Two vectors per thread keep the memory busy. If the elements fit into one round of blocks, the time is that of one
+// thread's arithmetic, which is half with one vector.
 template <typename T, int Width, typename Op>
 cudaError_t launch(Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, int64_t cols, cudaStream_t stream) {
   const int vectors = Width > 1 && rows * cols <= kOneRound<Width> ? 1 : kMostVectors;
@@ -45,7 +45,7 @@ cudaError_t launch_row(Operands<Op::kInputs, Op::kOutputs> operands, int64_t col
   return cudaGetLastError();
 }
 
-// Columns the 16-byte kernel takes; the rest of a row (fewer than one vector) goes to the element-wise one.
+// Columns for the 16-byte kernel; the rest of a row (fewer than one vector) goes to the element-wise one.
 template <int Width, int N>
 bool vectorisable(const Matrix (&matrices)[N], int64_t rows) {
   return std::all_of(matrices, matrices + N, [&](const Matrix& m) {
@@ -66,7 +66,7 @@ cudaError_t run(Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, int6
   int64_t done = 0;
   if (vectorisable<kWidth>(operands.in, rows) && vectorisable<kWidth>(operands.out, rows)) {
     if constexpr (Op::kIsLight) {
-      // The kernel of a single row takes less time for few elements, and needs no second launch for the last ones.
+      // The single-row kernel takes less time for few elements, and needs no second launch for the last ones.
       constexpr int64_t kFewElements = 4 * kOneRound<kWidth>, kMostElements = int64_t{1} << 30;
       if (rows == 1 && (cols <= kFewElements || (cols % kWidth != 0 && cols <= kMostElements))) {
         return launch_row<T, kWidth, Op>(operands, cols, stream);

@@ -1,5 +1,5 @@
-// The pointwise kernels: activation, optionally gated, forward and backward. Apart from their launches, so that a
-// compiler of device code alone takes this file.
+// The pointwise kernels: activation, optionally gated, forward and backward, separate from their launches so that
+// device-only compilers can compile this file.
 #pragma once
 
 #include <cstdint>
@@ -13,12 +13,12 @@ namespace fused_mlp {
 
 constexpr int kThreads = 256;
 
-// Memory is what bounds these kernels: the finer of the two fits costs nothing.
+// These kernels are memory-bound, so the more accurate of the two fits costs nothing.
 template <Activation A, typename T>
 using Fn = ActivationFn<A, std::is_same_v<T, float> ? Precision::kFloat32 : Precision::kFloat16>;
 
-// The operations: `kInputs` operands in, `kOutputs` out, `apply` on one element of each. Those that are light have
-// row_kernel besides: a loop shows in their time where there are few elements.
+// The operations: `kInputs` operands in, `kOutputs` out, `apply` on one element of each. Light ones also have
+// row_kernel: with few elements a loop would cost noticeable time.
 template <Activation A, typename T, bool Gated>
 struct Forward {
   static constexpr bool kIsLight = true;
@@ -30,7 +30,7 @@ struct Forward {
   }
 };
 
-// With `Values`, the last output is what Forward computes.
+// With `Values`, the last output is the result of Forward.
 template <Activation A, typename T, bool Gated, bool Values>
 struct Backward {
   static constexpr bool kIsLight = false;
@@ -79,14 +79,14 @@ __device__ __forceinline__ void apply_to_vectors(const Vector<T, Width> (&in)[Op
   }
 }
 
-// A block covers blockDim.y rows and blockDim.x * vectors vectors of columns. A thread has so many in flight per
-// operand.
+// A block covers blockDim.y rows and blockDim.x * vectors vectors of columns. A thread has that many vectors in flight
+// per operand.
 template <typename T, int Width, typename Op>
 __global__ void __launch_bounds__(kThreads)
     pointwise_kernel(Operands<Op::kInputs, Op::kOutputs> operands, int64_t rows, int64_t cols, int vectors) {
   using Vec = Vector<T, Width>;
-  // At 16 bits a vector has work enough to hide latencies: not unrolled, the loop takes fewer registers, and more warps
-  // fit. A vector of float32 has half as many values.
+  // With 16-bit elements a vector has enough work to hide latencies: without unrolling, the loop uses fewer registers,
+  // and more warps fit. A float32 vector has half as many values.
   constexpr int kUnrolled = Width == 4 ? kMostVectors : 1;
   const int64_t first_col = (int64_t{blockIdx.x} * blockDim.x * vectors + threadIdx.x) * Width;
   for (int64_t row = int64_t{blockIdx.y} * blockDim.y + threadIdx.y; row < rows;
@@ -113,12 +113,13 @@ __global__ void __launch_bounds__(kThreads)
         store(static_cast<T*>(operands.out[i].data) + row * operands.out[i].row_stride + col, results[i]);
       }
 #pragma unroll
-      for (int i = 0; i < Op::kInputs; ++i) in[0][i] = in[1][i];  // a variable index would take `in` out of registers
+      for (int i = 0; i < Op::kInputs; ++i) in[0][i] = in[1][i];  // a variable index would move `in` out of registers
     }
   }
 }
 
-// One vector of a single row for each thread, and one element of those behind the last vector for the first ones.
+// Each thread processes one vector of a single row; the first threads also process one of the elements after the last
+// vector.
 template <typename T, int Width, typename Op>
 __global__ void __launch_bounds__(kThreads) row_kernel(Operands<Op::kInputs, Op::kOutputs> operands, int cols) {
   const auto apply_at = [&]<int W>(int col) {

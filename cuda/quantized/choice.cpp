@@ -18,7 +18,7 @@ constexpr Listed kKernels[] = {
 
 bool aligned(const void* data, int64_t to) { return reinterpret_cast<uintptr_t>(data) % to == 0; }
 
-// True if rows of 16 bits are whole vectors, none of which is a part of another row.
+// True if 16-bit rows consist of whole vectors and share none with another row.
 bool fits(const Matrix& rows, int64_t count, int64_t columns) {
   return aligned(rows.data, 16) && (count == 1 || (rows.row_stride % 8 == 0 && rows.row_stride >= columns));
 }
@@ -37,14 +37,14 @@ Refusal refusal_of_operands(const CodedProblem& p) {
   return fits(p.a, p.m, p.k) && aligns(p.weight) && aligns(p.up_weight) ? Refusal::kNone : Refusal::kUnalignedRows;
 }
 
-// The time of a product whose tiles are done in rounds: a round is as many blocks of k as a CTA has, a start and an
-// end, and where CTAs share k, the addition of their sums.
+// The time of a product whose tiles are processed in rounds. A round takes the CTA's blocks of k, a start and an end,
+// and, if CTAs share k, the addition of their sums.
 struct Rounds {
-  int64_t slots;  // CTAs that the chip holds
+  int64_t slots;  // CTAs that the GPU holds
   double of_block, of_tile, of_split;
 
   double time(int64_t tiles, int64_t blocks, int split) const {
-    // A cluster lies within one GPC: a tenth of the chip is left over by those of 4 and more.
+    // A cluster lies within one GPC, so clusters of 4 and more leave a tenth of the GPU unused.
     const int64_t clusters = (split > 2 ? slots * 10 / 11 : slots) / split;
     const int64_t rounds = ceil_div(tiles, std::max<int64_t>(1, clusters));
     return rounds * (ceil_div(blocks, split) * of_block + of_tile + (split > 1 ? of_split : 0.0));
@@ -60,7 +60,7 @@ struct Best {
   }
 };
 
-// In units of a block; what a tile and a split take besides is estimated.
+// In units of the time of a block; the additional times for a tile and a split are estimates.
 CodedPlan choose_streamed(const CodedProblem& p, const CodedKernel& kernel, const Gpu& gpu) {
   const Rounds rounds{int64_t{gpu.multiprocessors} * kernel.ctas, 1.0, 2.0, 2.0};
   const int64_t tiles = ceil_div(p.n, kernel.columns(p.gated())) * ceil_div(p.m, kernel.tokens);
@@ -72,15 +72,15 @@ CodedPlan choose_streamed(const CodedProblem& p, const CodedKernel& kernel, cons
   return best.plan;
 }
 
-// A tile of a tiled kernel, of either or one kind of layer, and the time of a block of k where a multiprocessor has so
-// many CTAs of it.
+// A tile of a tiled kernel, for both kinds of layer or one, and the time of a block of k if a multiprocessor has this
+// many CTAs.
 struct Tile {
   int tokens, groups, ctas;
   double of_block;
   bool gated = true, plain = true;
 };
 
-// In microseconds, as measured on an H200; of the smallest tile where a multiprocessor has one CTA or two.
+// In microseconds, as measured on an H200; for the smallest tile with one or two CTAs per multiprocessor.
 constexpr Tile kFourBitTiles[] = {{64, 2, 1, 0.485}, {64, 2, 2, 0.885}, {128, 2, 1, 0.57}, {256, 2, 1, 0.87}};
 constexpr Tile kByteTiles[] = {
     {32, 4, 1, 1.17, true, false},
@@ -108,15 +108,15 @@ CodedPlan choose_tiled(const CodedProblem& p, const Gpu& gpu, const Tile (&tiles
   return best.plan;
 }
 
-// Tiled kernels store whole vectors of 16 bytes, and have a scale for a block of k.
+// Tiled kernels store whole 16-byte vectors, and have one scale per block of k.
 bool takes_tiles(const CodedProblem& p, const Gpu& gpu) {
   return p.coding != Coding::kInt4Tiles && gpu.major == 9 && gpu.minor == 0 && p.n % 8 == 0 &&
          p.m > most_streamed_rows(p.coding, p.gated()) && p.m <= most_tiled_rows(p.coding) &&
          kCodedBlock << std::min(p.weight.scale_shift, 16) >= tiled_block_k(p.coding);
 }
 
-// Scaled kernels have one scale for a block of 128 x 128, or one for each row; they multiply by wgmma, and rows of a
-// may lie as their rounding reads them.
+// Scaled kernels have one scale for a block of 128 x 128, or one per row. They multiply by wgmma, and can use rows of a
+// in the layout in which the rounding reads them.
 bool takes_scaled(const CodedProblem& p, const Gpu& gpu) {
   constexpr int kTile = 128;
   constexpr int64_t kMost = std::numeric_limits<int>::max() / 2;
@@ -132,9 +132,9 @@ bool takes_scaled(const CodedProblem& p, const Gpu& gpu) {
   return takes(p.weight) && (!p.gated() || takes(p.up_weight));
 }
 
-// In microseconds, as measured on an H200: of a block of 128 of k, of a tile, and of the sum of parts of k; weights
-// come at three quarters of what memory gives nominally. Two CTAs with the same weights bring these together where
-// there are more rows than a tile's.
+// In microseconds, as measured on an H200: for a block of 128 of k, for a tile, and for adding up parts of k; weights
+// arrive at three quarters of the memory's nominal rate. If there are more rows than a tile has, two CTAs with the same
+// weights load them together.
 CodedPlan choose_scaled(const CodedProblem& p, const Gpu& gpu) {
   constexpr int kTokens = 128, kGroups = 2, kMostSplit = 16;
   constexpr double kBlock = 0.7, kTile = 3.0, kSum = 3.0, kSumOfBytes = 0.65e-6, kOfMemory = 0.75;

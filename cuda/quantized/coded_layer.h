@@ -1,4 +1,4 @@
-// A layer with quantised weights by a kernel that reads their codes, or the reason why there is none.
+// A layer with quantised weights, computed by a kernel that reads their codes, or the reason why there is none.
 #pragma once
 
 #include <bit>
@@ -12,7 +12,7 @@
 
 namespace fused_mlp {
 
-// One layer, or gate and up. Biases are adjacent elements, or null.
+// One layer, or gate and up. Biases have adjacent elements, or are null.
 struct Part {
   const PackedWeight* first;
   const PackedWeight* up;
@@ -28,7 +28,7 @@ inline CodedScales scales_of(const PackedWeight& weight) {
 
 inline const uint8_t* data_of(const PackedWeight& weight) { return static_cast<const uint8_t*>(weight.data); }
 
-// The scales of weights as floats: nested ones by one kernel for all.
+// The scales of weights as floats; one kernel converts all nested ones.
 class FloatScales {
  public:
   explicit FloatScales(std::span<const PackedWeight* const> weights) : weights_(weights) {}
@@ -45,7 +45,7 @@ class FloatScales {
     if (count > 0) check(launch_unnest(nested, stream));
   }
 
-  // Those of one of the weights; null where they are nested, and nothing was unnested yet.
+  // The scales of one of the weights; null if they are nested and not converted yet.
   const float* of(const PackedWeight* weight) const {
     if (!weight->nested()) return static_cast<const float*>(weight->scales);
     int place = 0;
@@ -61,7 +61,7 @@ class FloatScales {
   std::optional<Scratch> unnested_[kMostNested];
 };
 
-// Gate and up of different formats, whose codes are not the same tensor, or whose blocks differ, are two products.
+// Gate and up are two products if their formats, their code tables or their blocks differ.
 inline bool shares_format(const Part& part) {
   if (part.up == nullptr) return true;
   const PackedWeight &gate = *part.first, &up = *part.up;
@@ -70,8 +70,8 @@ inline bool shares_format(const Part& part) {
          (!gate.in_tiles() || gate.nested_block == up.nested_block);
 }
 
-// The blocks of kCodedBlock elements of k that share a scale, as a power of two; nothing where kernels cannot read
-// them.
+// The number of blocks of kCodedBlock elements of k that share a scale, as a power of two; nothing if kernels cannot
+// read them.
 inline std::optional<int> scale_shift(const PackedWeight& weight) {
   if (weight.blocked() && weight.block >= weight.k) return 31;
   const auto blocks = static_cast<uint64_t>(weight.block / kCodedBlock);
@@ -90,7 +90,7 @@ struct CodedLayer {
   bool fused() const { return refusal == Refusal::kNone; }
   bool scaled() const { return fused() && plan.scaled(); }
 
-  // The unnested scales, once there are some.
+  // Uses the converted scales, once they exist.
   void take(const Part& part, const FloatScales& scales) {
     problem.weight.scales = scales.of(part.first);
     if (part.up != nullptr) problem.up_weight.scales = scales.of(part.up);

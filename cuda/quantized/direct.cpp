@@ -1,4 +1,4 @@
-// MLPs with quantised weights and their blocks without tensors, by the kernels that read codes.
+// MLPs with quantised weights and their blocks without tensors, by kernels that read codes.
 #include "direct.h"
 
 #include <array>
@@ -10,7 +10,7 @@
 namespace fused_mlp {
 namespace {
 
-// The weights of an MLP in a row: gate, up, down.
+// The weights of an MLP in order: gate, up, down.
 class Weights {
  public:
   explicit Weights(const PlainMlp& mlp) {
@@ -31,7 +31,7 @@ Part part_of(const PlainLayer& layer) {
   return {layer.packed, layer.up_packed, layer.bias, layer.up_bias, layer.activation};
 }
 
-// Queues the kernels of an MLP, one behind the other.
+// Launches the kernels of an MLP, one after the other.
 struct Steps {
   PlainMlp mlp;
   const Gpu& gpu;

@@ -7,7 +7,7 @@
 
 namespace fused_mlp {
 
-// plan_direct() of an MLP whose weights are quantised, on the current device.
+// plan_direct() for an MLP with quantised weights, on the current device.
 std::function<void(void* out)> plan_quantized_direct(const PlainMlp& mlp, const Gpu& gpu);
 
 }  // namespace fused_mlp

@@ -1,4 +1,4 @@
-// The CUDA backend's ops of layers with quantised weights.
+// The CUDA backend's ops for layers with quantised weights.
 
 #include <array>
 #include <optional>
@@ -56,7 +56,7 @@ LayerPart first_of(const QuantizedLayers& layers, int64_t activation) {
 }
 LayerPart second_of(const QuantizedLayers& layers) { return {layers.second(), nullptr, kNoActivation}; }
 
-// The weights of layers in a row.
+// The weights of consecutive layers.
 struct Weights {
   std::array<const PackedWeight*, kMostNested> all{};
   size_t count = 0;
@@ -97,7 +97,7 @@ class Run {
     return out;
   }
 
-  // Both parts, with hidden values of e4m3 between them; nothing where a part does not take them.
+  // Both parts, with hidden values in e4m3 between them; nothing if a part does not support that.
   std::optional<Tensor> with_rounded_hidden(const Tensor& x, const LayerPart& first, const LayerPart& last) const {
     const Part part = first.part(), second = last.part();
     const TensorRows rows(x);
@@ -133,7 +133,7 @@ class Run {
     return apply_layer(x, {weight, up ? &*up : nullptr, part.layer->bias, up_bias, part.activation});
   }
 
-  // Gate and up one after the other.
+  // Computes gate and up one after the other.
   Tensor run_apart(const Tensor& x, const LayerPart& part) {
     const Tensor gate = (*this)(x, {part.layer, nullptr, kNoActivation});
     behind_ours_ = false;
@@ -148,7 +148,7 @@ class Run {
   const Weights weights_;
   FloatScales scales_;
   bool unnested_ = false;
-  bool behind_ours_ = false;  // the kernel before is one that reads codes, and wrote x
+  bool behind_ours_ = false;  // the previous kernel reads codes, and wrote x
 };
 
 }  // namespace

@@ -1,4 +1,5 @@
-// The router of a mixture on a GPU: torch's GEMM, whose logits are those of an unfused model to the bit, and a kernel.
+// The router of a mixture on a GPU: torch's GEMM, whose logits equal those of an unfused model bit for bit, and a
+// kernel.
 #include "router.h"
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>

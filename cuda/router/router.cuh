@@ -1,5 +1,5 @@
-// The kernel of a mixture's router (router.h). Apart from its launch, so that a compiler of device code alone takes
-// this file.
+// The kernel of a mixture's router (router.h), separate from its launch so that device-only compilers can compile this
+// file.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -24,13 +24,13 @@ __device__ inline float warp_sum(float value) {
   return over_warp(value, [](float a, float b) { return a + b; });
 }
 
-// Probabilities are not negative, so that their bits are in their order. NaN comes last, as torch sorts it. 0 is left
-// for what is not there.
+// Probabilities are not negative, so their bits have the same order. NaN comes last, as torch sorts it. 0 marks missing
+// values.
 __device__ inline unsigned ordered(float probability) {
   return isnan(probability) ? 0x7fc00001u : __float_as_uint(probability) + 1;
 }
 
-// A warp for each token: lane i holds the experts i, i + 32, and so on.
+// One warp per token: lane i holds the experts i, i + 32, and so on.
 template <typename Element, typename Weight, int kPerLane>
 __global__ void __launch_bounds__(kChoiceThreads) choice_kernel(const __grid_constant__ Choice p) {
   const int64_t token = int64_t{blockIdx.x} * (kChoiceThreads / 32) + threadIdx.x / 32;
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kChoiceThreads) choice_kernel(const __grid_con
     order[i] = static_cast<int>(lane) + 32 * i < p.experts ? ordered(values[i]) : 0;
   }
 
-  float weight = 0.0f;  // that of the choice with this lane's number
+  float weight = 0.0f;  // of the choice with this lane's number
   unsigned expert = 0;
   for (unsigned choice = 0; choice < static_cast<unsigned>(p.chosen); ++choice) {
     unsigned best = 0, mine = kAllLanes;

@@ -11,7 +11,7 @@ namespace fused_mlp {
 constexpr int kMaxRoutedExperts = 512;
 constexpr int kMaxChosen = 32;
 
-// The experts that tokens choose by the logits [tokens, experts]: those of the largest softmax, of equal ones the
+// The experts that tokens choose by the logits [tokens, experts]: those with the largest softmax; of equal ones the
 // first.
 struct Choice {
   const void* logits;
@@ -24,7 +24,7 @@ struct Choice {
   int64_t* index;
 };
 
-// The logits [tokens, experts], in float32, of operands of 16 bits whose rows begin at multiples of 16 bytes.
+// The logits [tokens, experts] in float32, from 16-bit operands whose rows are aligned to 16 bytes.
 struct RouterLogits {
   Matrix x, weight;
   int64_t tokens, k;  // k is a multiple of 8
@@ -36,9 +36,9 @@ constexpr int64_t kMostStreamedTokens = 64;  // with more, a GEMM reads the weig
 
 constexpr int kMaxGroups = 32;
 
-// The experts that tokens choose by sigmoids of the logits [tokens, experts]: those of the largest sigmoid plus bias,
-// of equal ones the first, within the `top_groups` groups of experts whose two largest add up to most. Their weights
-// are the sigmoids, which with `normalized` add up to 1, times `scaling`.
+// The experts that tokens choose by sigmoids of the logits [tokens, experts]. Of the `top_groups` groups with the
+// largest sums of their two largest scores, the experts with the largest sigmoid plus bias are chosen; of equal ones
+// the first. Their weights are the sigmoids, which with `normalized` add up to 1, times `scaling`.
 struct SigmoidChoice {
   const float *logits, *bias;
   int64_t tokens;

@@ -1,14 +1,14 @@
-// The kernels of a router whose scores are sigmoids (router.h). Apart from their launch, so that a compiler of device
-// code alone takes this file.
+// The kernels of a router whose scores are sigmoids (router.h), separate from their launch so that device-only
+// compilers can compile this file.
 #pragma once
 
 #include "router.cuh"
 
 namespace fused_mlp {
 
-constexpr int kLogitsWarps = 4;   // of a CTA, an expert each
-constexpr int kLogitsTokens = 4;  // of a CTA, so that they share what is read of a weight
-constexpr int kLogitsStep = 8;    // elements of 16 bits that a lane reads at a time
+constexpr int kLogitsWarps = 4;   // per CTA, one expert each
+constexpr int kLogitsTokens = 4;  // per CTA, to share the reads of a weight
+constexpr int kLogitsStep = 8;    // 16-bit elements that a lane reads at a time
 
 template <typename Element>
 __device__ inline void widen(const Element* from, float (&to)[kLogitsStep]) {
@@ -18,7 +18,7 @@ __device__ inline void widen(const Element* from, float (&to)[kLogitsStep]) {
   for (int i = 0; i < kLogitsStep; ++i) to[i] = static_cast<float>(elements[i]);
 }
 
-// Products are exact, and added up in float32, as of operands that are cast to it before.
+// Products are exact and added up in float32, as if the operands were cast first.
 template <typename Element>
 __global__ void __launch_bounds__(kLogitsWarps * 32) logits_kernel(const __grid_constant__ RouterLogits p) {
   const int expert = static_cast<int>(blockIdx.x) * kLogitsWarps + static_cast<int>(threadIdx.x / 32);
@@ -48,20 +48,20 @@ __global__ void __launch_bounds__(kLogitsWarps * 32) logits_kernel(const __grid_
   }
 }
 
-// The bits of a number in its order, from 1 on: 0 is left for what is not there. NaN comes last, as torch sorts it.
+// Maps a number to bits that have its order, starting at 1; 0 marks missing values. NaN comes last, as torch sorts it.
 __device__ inline unsigned ordered_number(float value) {
   if (isnan(value)) return 0xffffffffu;
   const unsigned bits = __float_as_uint(value);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// The lane with the largest of all lanes' keys, the first of equal ones.
+// The lane with the largest key; of equal ones the first.
 __device__ inline unsigned first_of_largest(unsigned key, unsigned place) {
   const unsigned largest = __reduce_max_sync(kAllLanes, key);
   return __reduce_min_sync(kAllLanes, key == largest ? place : kAllLanes);
 }
 
-// A warp for each token: lane i holds the experts i, i + 32, and so on, and what is known of group i.
+// One warp per token: lane i holds the experts i, i + 32, and so on, and the state of group i.
 template <int kPerLane>
 __global__ void __launch_bounds__(kChoiceThreads) sigmoid_choice_kernel(const __grid_constant__ SigmoidChoice p) {
   const int64_t token = int64_t{blockIdx.x} * (kChoiceThreads / 32) + threadIdx.x / 32;
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kChoiceThreads) sigmoid_choice_kernel(const __
     order[i] = expert < p.experts ? ordered_number(scores[i] + p.bias[expert]) : 0;
   }
   if (p.top_groups < p.groups) {
-    // The sum of the two largest of each group. A NaN makes a NaN, as a sum with one.
+    // The sum of the two largest of each group. A NaN makes the sum NaN.
     float mine = 0.0f;
     for (int group = 0; group < p.groups; ++group) {
       float sum = 0.0f;
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kChoiceThreads) sigmoid_choice_kernel(const __
     }
   }
 
-  float weight = 0.0f;  // that of the choice with this lane's number
+  float weight = 0.0f;  // of the choice with this lane's number
   unsigned expert = 0;
   for (int choice = 0; choice < p.chosen; ++choice) {
     unsigned best = 0, place = kAllLanes;

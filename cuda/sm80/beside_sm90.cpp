@@ -1,4 +1,4 @@
-// The streamed kernels on a Hopper GPU, beside those of sm_90a. At few rows they are often the faster ones: they read
+// The streamed kernels on a Hopper GPU, in addition to those of sm_90a. With few rows they are often faster: they read
 // 512 bytes of a weight row at a time, not 256, and have less to prepare (README.md).
 #include <algorithm>
 #include <limits>
@@ -10,48 +10,50 @@
 namespace fused_mlp::sm80 {
 namespace {
 
-// Beyond so many rows the tensor cores of sm_90a are ahead.
+// With more rows the tensor cores of sm_90a are faster.
 constexpr int64_t kMostRows = 64, kMostGatedRows = 32;
 constexpr int kLargestTile = 32;  // most kernels have no larger one
 constexpr int kLeastTile = 8;
 constexpr int kRowTiles = 2;
-// Fitted to 2821 products of 1 to 32 rows on an H100 and an H200, each call with other weights, together with those of
+// Fitted to 2821 products of 1 to 32 rows on an H100 and an H200, with new weights on each call, together with those of
 // sm_90a's streamed kernels, with whose estimates these are compared (cuda/sm90/plan/tuning.h).
 constexpr double kStart = 1.714;              // microseconds
 constexpr double kRound = 0.311;              // microseconds
-constexpr double kShareOfBandwidth = 0.9335;  // the part of the nominal bandwidth that is reached
-constexpr double kRowBytesPerCycle = 192.5;   // that L2 sends each multiprocessor besides
-constexpr double kAloneBytesPerCycle = 38.0;  // rows of both operands, by one CTA
+constexpr double kShareOfBandwidth = 0.9335;  // the fraction of the nominal bandwidth that is reached
+constexpr double kRowBytesPerCycle = 192.5;   // additional rate from L2 to each multiprocessor
+constexpr double kAloneBytesPerCycle = 38.0;  // rows of both operands, by a single CTA
 constexpr double kBlockCycles = 359.0;        // cycles for a block of k
 constexpr double kProductCycles = 0.0107;     // cycles for each product of two elements of a block's rows, by one warp
-// Between two rounds of a product that is not gated, until a tile's results are stored: for each of them without an
-// activation, and with one, which takes kActivationCycles besides, however few the results.
+// Cycles between two rounds of a product without a gate, until a tile's results are stored: per result without and with
+// an activation. An activation also takes kActivationCycles, however few the results are.
 constexpr double kStoredCycles = 0.2, kActivatedCycles = 1.0, kActivationCycles = 600.0;
-constexpr double kTileCycles = 1500.0;     // of one tile among several of a CTA, besides those of its blocks
-constexpr int kWarpsAlone = 8;             // a CTA that is alone takes as long with four as with these
-constexpr double kHidden = 3.0;            // microseconds that an early start hides behind a kernel of ours
-constexpr double kMarginOfLargest = 1.09;  // for tiles of kLargestTile rows, whose estimates are the least certain
-// Rows that are not whole lines are read in more pieces than the estimate knows of. Gated products of more rows than
-// kMostGatedRowsOfBrokenLines took longer than those of sm_90a then.
+constexpr double kTileCycles = 1500.0;     // per tile of a CTA that has several, in addition to those of its blocks
+constexpr int kWarpsAlone = 8;             // a single CTA takes as long with four as with these
+constexpr double kHidden = 3.0;            // microseconds that an early start hides after a kernel of ours
+constexpr double kMarginOfLargest = 1.09;  // for tiles of kLargestTile rows, whose estimates are least certain
+// Rows that are not whole lines are read in more pieces than the estimate assumes. Gated products of more rows than
+// kMostGatedRowsOfBrokenLines then took longer than those of sm_90a.
 constexpr double kBrokenLines = 1.25, kBrokenSectors = 1.5;
 constexpr int64_t kMostGatedRowsOfBrokenLines = 16;
 
-// One tile holds all rows, or two do: of them, the second finds the weights in L2. All rows should fill half of it.
+// All rows fit into one tile, or into two, of which the second finds the weights in L2. They should fill at least half
+// of it.
 bool holds(int64_t rows, int block_m) {
   const bool empty = block_m > kLeastTile && block_m >= 2 * rows;
   return !empty && rows <= kRowTiles * block_m;
 }
 
-// Kernels whose warps do not share k have short rings, and are for several CTAs on each multiprocessor; plain ones for
-// several CTAs are for more tiles than there are multiprocessors.
+// Kernels whose warps do not share k have short rings, and are meant for several CTAs per multiprocessor. Plain kernels
+// for several CTAs are meant for more tiles than there are multiprocessors.
 bool enough(int64_t tiles, const ListedKernel& listed, const Gpu& gpu) {
   const Shape& shape = listed.shape;
   if (shape.warps_k == 1) return tiles >= int64_t{shape.ctas} * gpu.multiprocessors;
   return shape.ctas == 1 || is_gated(listed.kernel.product) || tiles > gpu.multiprocessors;
 }
 
-// CTAs are persistent: rounds of as many tiles as run side by side, and the last round of what is left. A round takes
-// what its bytes take from memory, and rows of a from L2, or what one tile takes alone, if that is longer.
+// CTAs are persistent: there are rounds of as many tiles as run in parallel, and a last round of the remaining ones. A
+// round takes the time to load its bytes from memory, and rows of a from L2, or the time of a single tile, if that is
+// longer.
 double microseconds(const GemmProblem& p, const ListedKernel& listed, int64_t tiles, const Gpu& gpu) {
   const Shape& shape = listed.shape;
   const int64_t side_by_side = gpu.multiprocessors * streamed_ctas(shape, gpu.shared_of_multiprocessor);
@@ -101,7 +103,7 @@ GemmPlan choose_beside_sm90(const GemmProblem& p, const Gpu& gpu) {
   return best;
 }
 
-// For few choices the clusters of sm_90a's kernels have more to prepare and to add up than they save.
+// With few choices the clusters of sm_90a's kernels lose more by preparing and adding up than they gain.
 bool experts_are_faster_beside_sm90(const GroupedProblem& first, const Gpu&) {
   return first.routes.slots() <= kSearchedSlots && !first.transposed;
 }

@@ -1,4 +1,4 @@
-// The row of sm_80 and later in the table of architectures: A100, A10, L4, L40S, RTX 3090 to 5090 and their like.
+// The row of sm_80 and later in the table of architectures: A100, A10, L4, L40S, RTX 3090 to 5090 and similar GPUs.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -43,7 +43,7 @@ constinit const GroupedKernels kGroupedKernels = {
     .launch_training =
         [](const GroupedProblem& p, const GroupedPlan& plan, const Gpu& gpu, cudaStream_t stream) {
           if (p.outer) return launch_outer(p, gpu, stream);
-          GroupedProblem plain = p;  // weights [k, n] are those of any product here
+          GroupedProblem plain = p;  // weights [k, n] are like those of any product here
           plain.gemm.kind = Product::kPlain;
           plain.gemm.epilogue.activation = static_cast<int64_t>(Activation::kLinear);
           return launch_experts(plain, plan, gpu, stream);

@@ -54,8 +54,8 @@ cudaError_t launch_streamed(const GemmProblem& p, const Gpu& gpu, cudaStream_t s
   const int ctas = gpu.multiprocessors * std::max(1, streamed_ctas(Gemm::kShape, gpu.shared_of_multiprocessor));
   const int grid = std::min(args.tiles, ctas);
   args.starts_early = starts_early(p, Gemm::kShape, grid, gpu);
-  // CTAs that start while the kernel before drains take all of their share of a multiprocessor's shared memory:
-  // otherwise the first multiprocessors to have room would get several, and others none.
+  // CTAs that start while the previous kernel drains request their whole share of a multiprocessor's shared memory:
+  // otherwise the first multiprocessors with room would get several CTAs, and others none.
   const int share = gpu.shared_of_multiprocessor / static_cast<int>(ceil_div(grid, gpu.multiprocessors)) - kSystemBytes;
   const int shared = args.starts_early ? std::max(Gemm::kSharedBytes, share) : Gemm::kSharedBytes;
   return launch_kernel<streamed_gemm_kernel<Gemm>>(args, grid, Gemm::Tile::kThreads, shared, args.starts_early,

@@ -1,9 +1,9 @@
-// The main loop of every GEMM of sm_80: a ring of shared memory stages, filled by cp.async of all threads some blocks
-// of k ahead, from which the warps take fragments by ldmatrix and multiply them by mma.sync, one step ahead as well.
+// The main loop of every GEMM of sm_80: a ring of shared memory stages. All threads fill it by cp.async some blocks of
+// k ahead. The warps load fragments by ldmatrix, also one step ahead, and multiply them by mma.sync.
 //
-// Rows of a stage lie behind each other, block_k elements each. Their pieces of 16 bytes are swizzled, so that eight
-// rows of one column of pieces, which is what ldmatrix reads at a time, lie in distinct banks. Sides may also be read
-// as they lie, [k, n] or [k, m]: then a stage has a row for each of block_k, and ldmatrix transposes.
+// Rows of a stage are consecutive, block_k elements each. Their 16-byte chunks are swizzled, so that the eight rows of
+// one column of chunks that ldmatrix reads at a time lie in distinct banks. Sides may also be read in transposed
+// layout, [k, n] or [k, m]: then a stage has a row for each of block_k, and ldmatrix transposes.
 #pragma once
 
 #include "../../torch-ext/operands/matrix.h"
@@ -18,11 +18,11 @@ constexpr int kMmaM = 16;
 constexpr int kMmaN = 8;
 constexpr int kMmaK = 16;
 
-// The place of piece `piece` of row `row`, in rows of kRowBytes. The swizzle repeats every eight rows.
+// The position of chunk `piece` of row `row`, in rows of kRowBytes. The swizzle repeats every eight rows.
 template <int kRowBytes>
 __device__ __forceinline__ uint32_t swizzled(int row, int piece) {
-  constexpr int kPieces = kRowBytes / kPieceBytes < 8 ? kRowBytes / kPieceBytes : 8;  // that change places
-  constexpr int kRowsOfLine = 8 / kPieces;  // rows of a line of 128 bytes, once in all banks
+  constexpr int kPieces = kRowBytes / kPieceBytes < 8 ? kRowBytes / kPieceBytes : 8;  // chunks that are permuted
+  constexpr int kRowsOfLine = 8 / kPieces;  // rows of a 128-byte line, which covers all banks once
   return row * kRowBytes + (piece ^ row / kRowsOfLine % kPieces) * kPieceBytes;
 }
 
@@ -59,8 +59,8 @@ struct CtaTile {
   static_assert(kStages >= 2);
 };
 
-// The same, whose warps have rows of the M side in turns, a tile each: so that they share out rows that fill a part of
-// it.
+// The same, with tiles of the M side assigned to warps in round-robin order, so that they share partially filled sets
+// of rows.
 template <typename Tile>
 struct InTurns : Tile {
   static constexpr int kWarpStepM = kMmaM;
@@ -70,23 +70,23 @@ struct InTurns : Tile {
 template <typename Tile>
 using Accumulator = float[Tile::kTilesM][Tile::kTilesN][4];
 
-// This thread's part of the copies of one side: pieces of the same column of pieces, from rows that are a pass apart.
-// With kSkips, rows past those that there are become zeros, and are not read.
+// This thread's part of the copies of one side: chunks of the same column of chunks, from rows that are a pass apart.
+// With kSkips, missing rows are filled with zeros and not read.
 template <typename Tile, int kRows, bool kSkips = false>
 struct SideLoader {
   using Element = typename Tile::Element;
-  static constexpr int kPieces = Tile::kBlockK / kPiece;  // pieces of a row
+  static constexpr int kPieces = Tile::kBlockK / kPiece;  // chunks of a row
   static constexpr int kRowsOfPass = Tile::kThreads / kPieces;
   static constexpr int kPasses = (kRows + kRowsOfPass - 1) / kRowsOfPass;
   static_assert(kRowsOfPass % 8 == 0, "the swizzle is the same in each pass");
 
   const Element* source[kPasses];
-  int rows;  // that there are
+  int rows;  // number of existing rows
 
   __device__ __forceinline__ static int row() { return threadIdx.x / kPieces; }
   __device__ __forceinline__ static int piece() { return threadIdx.x % kPieces; }
 
-  // row_of(i) is where the elements of row i begin: some row of the matrix also for a row past its end.
+  // row_of(i) returns the start of row i; for a row past the end, that of some row of the matrix.
   template <typename RowOf>
   __device__ __forceinline__ explicit SideLoader(RowOf&& row_of, int rows = kRows) : rows(rows) {
 #pragma unroll
@@ -97,7 +97,7 @@ struct SideLoader {
     }
   }
 
-  // Copies every kOf-th pass, from pass `first` on, of the block that begins at element `begin` of k.
+  // Copies every kOf-th pass, starting with pass `first`, of the block that begins at element `begin` of k.
   template <int kOf>
   __device__ __forceinline__ void load(uint32_t side, int begin, int k, int first) const {
     const uint32_t shared = side + swizzled<Tile::kRowBytes>(row(), piece());
@@ -114,24 +114,24 @@ struct SideLoader {
   }
 };
 
-// The same of a side that lies as [k, n], or [k, m]: its rows are elements of k. It is asked for one block after the
-// other, and in each for the first passes first.
+// The same for a side in the layout [k, n] or [k, m]: its rows are elements of k. Blocks must be requested in order,
+// and in each block the first passes first.
 template <typename Tile, int kColumns = Tile::kRowsN>
 struct LyingLoader {
   using Element = typename Tile::Element;
-  static constexpr int kPieces = kColumns / kPiece;  // pieces of a row
+  static constexpr int kPieces = kColumns / kPiece;  // chunks of a row
   static constexpr int kRowBytes = kColumns * 2;
   static constexpr int kRowsOfPass = Tile::kThreads / kPieces;
   static constexpr int kPasses = Tile::kBlockK / kRowsOfPass;
   static_assert(kRowsOfPass % 8 == 0 && Tile::kBlockK % kRowsOfPass == 0);
 
-  const Element* source;  // where this thread's next copy reads
-  int64_t step;           // to the one behind it
+  const Element* source;  // source of this thread's next copy
+  int64_t step;           // to the copy after it
 
   __device__ __forceinline__ static int row() { return threadIdx.x / kPieces; }
   __device__ __forceinline__ static int piece() { return threadIdx.x % kPieces; }
 
-  // `column` is where this thread's pieces lie.
+  // `column` is the column of this thread's chunks.
   __device__ __forceinline__ LyingLoader(const Matrix& matrix, int column)
       : source(static_cast<const Element*>(matrix.data) + row() * matrix.row_stride + column),
         step(kRowsOfPass * matrix.row_stride) {}
@@ -155,7 +155,7 @@ struct Fragments {
   uint32_t n[Tile::kTilesN][2];
 };
 
-// The place of a warp in its CTA.
+// The position of a warp in its CTA.
 template <typename Tile>
 struct WarpPlace {
   int m, n, k;
@@ -163,7 +163,7 @@ struct WarpPlace {
       : m(warp % Tile::kWarpsM), n(warp / Tile::kWarpsM % Tile::kWarpsN), k(warp / (Tile::kWarpsM * Tile::kWarpsN)) {}
 };
 
-// The places of this lane's rows in a stage, for ldmatrix.
+// The positions of this lane's rows in a stage, for ldmatrix.
 template <typename Tile>
 struct FragmentReader {
   static constexpr int kLyingRowBytesM = Tile::kRowsM * 2;
@@ -180,7 +180,7 @@ struct FragmentReader {
                           first_step;
   }
 
-  // A step is two pieces. It changes bits of the offset within a row, which the swizzle changes by XOR as well.
+  // A step is two chunks. It changes bits of the offset within a row, and the swizzle is an XOR of the same bits.
   __device__ __forceinline__ static uint32_t step_bits(int step) { return step * 2 * kPieceBytes; }
 
   // Reads the M side, for the first kCount tiles.
@@ -215,7 +215,7 @@ struct FragmentReader {
     }
   }
 
-  // Columns are bits of the offset within a row, which the swizzle changes by XOR as well.
+  // Columns are bits of the offset within a row, and the swizzle is an XOR of the same bits.
   __device__ __forceinline__ void read_lying(Fragments<Tile>& fragments, uint32_t side) const {
     static_assert(!Tile::kLies || (Tile::kTilesN <= 8 && Tile::kTilesN % 2 == 0 && Tile::kWarpsK == 1));
 #pragma unroll
@@ -234,7 +234,7 @@ __device__ __forceinline__ void multiply_step(Accumulator<Tile>& sums, const Fra
   for (int i = 0; i < kCount; ++i) {
 #pragma unroll
     for (int each = 0; each < Tile::kTilesN; ++each) {
-      const int j = i % 2 == 0 ? each : Tile::kTilesN - 1 - each;  // back and forth: each turn uses a fragment twice
+      const int j = i % 2 == 0 ? each : Tile::kTilesN - 1 - each;  // back and forth: each turn reuses a fragment
       Mma<typename Tile::Element>::multiply(sums[i][j], fragments.m[i], fragments.n[j]);
     }
   }
@@ -249,7 +249,7 @@ __device__ __forceinline__ void clear(Accumulator<Tile>& sums) {
   }
 }
 
-// Copies every kOf-th pass of a block, from pass `first` on, into a stage.
+// Copies every kOf-th pass of a block, starting with pass `first`, into a stage.
 template <int kOf, typename Tile, typename LoaderM, typename LoaderN>
 __device__ __forceinline__ void load_block(uint32_t stage, LoaderM& loader_m, LoaderN& loader_n, int block, int k,
                                            int first) {
@@ -257,9 +257,9 @@ __device__ __forceinline__ void load_block(uint32_t stage, LoaderM& loader_m, Lo
   loader_n.template load<kOf>(stage + Tile::kRowsM * Tile::kRowBytes, block * Tile::kBlockK, k, first);
 }
 
-// Fills all stages but the last, in which nothing is copied before multiply(). What the thread copied before arrives
-// with the first block. Every block is a group of copies, and there is a group for every stage also where there is no
-// block for it: so that the number of groups behind a block's is always the same.
+// Fills all stages but the last, in which nothing is copied before multiply(). Earlier copies of the thread arrive with
+// the first block. Every block is a group of copies. Stages without a block get an empty group, so that the number of
+// groups after a block's is always the same.
 template <typename Tile, typename LoaderM, typename LoaderN>
 __device__ __forceinline__ void fill(uint32_t ring, LoaderM& loader_m, LoaderN& loader_n, int k) {
 #pragma unroll
@@ -271,8 +271,8 @@ __device__ __forceinline__ void fill(uint32_t ring, LoaderM& loader_m, LoaderN& 
   }
 }
 
-// sums += M N^T over k elements, of the rows that the loaders bring, with which the ring was filled; of each warp's
-// rows of M the first kCount tiles. On return the ring is free, and no copy is on its way.
+// sums += M N^T over k elements, of the rows from the loaders with which the ring was filled; of each warp's rows of M
+// the first kCount tiles. On return the ring is free, and no copy is in flight.
 template <typename Tile, int kCount = Tile::kTilesM, typename LoaderM, typename LoaderN>
 __device__ __forceinline__ void multiply(uint32_t ring, LoaderM& loader_m, LoaderN& loader_n,
                                          const WarpPlace<Tile>& warp, int k, Accumulator<Tile>& sums) {
@@ -294,7 +294,7 @@ __device__ __forceinline__ void multiply(uint32_t ring, LoaderM& loader_m, Loade
     const int next = block + Tile::kStages - 1;
 #pragma unroll
     for (int step = 0; step < Tile::kSteps; ++step) {
-      if (step < Tile::kLoadSteps) {  // into the stage that all warps are done with since the last barrier
+      if (step < Tile::kLoadSteps) {  // into the stage that all warps finished before the last barrier
         if (next < blocks) load_block<Tile::kLoadSteps, Tile>(writing, loader_m, loader_n, next, k, step);
         if (step == Tile::kLoadSteps - 1) {
           cp_async_commit();
@@ -306,7 +306,7 @@ __device__ __forceinline__ void multiply(uint32_t ring, LoaderM& loader_m, Loade
         cta_sync();
         reading = after(reading);
       }
-      // Past the last block this reads what nobody uses.
+      // After the last block this reads values that are not used.
       reader.template read<kCount>(fragments[(step + 1) % 2], reading, (step + 1) % Tile::kSteps);
       multiply_step<Tile, kCount>(sums, fragments[step % 2]);
     }

@@ -1,5 +1,5 @@
-// The instructions that the GEMMs of sm_80 are made of: cp.async, ldmatrix, mma.sync, and shared memory by its address.
-// Nothing else in this folder is written in PTX.
+// The instructions that the GEMMs of sm_80 use: cp.async, ldmatrix, mma.sync, and shared memory by address. All PTX of
+// this folder is in this file.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -15,7 +15,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Hides from the compiler where a pointer comes from: it stays in registers, rather than being made anew in a loop.
+// Hides the origin of a pointer from the compiler, so that it stays in a register instead of being recomputed in a
+// loop.
 template <typename T>
 __device__ __forceinline__ void keep(const T*& pointer) {
   asm volatile("" : "+l"(pointer));
@@ -26,7 +27,7 @@ __device__ __forceinline__ void warp_sync() { __syncwarp(); }
 
 // ---- Copies from global to shared memory that nobody waits for until they are needed --------------------------------
 
-// 16 bytes, or zeros where they are not present: the source is not read then.
+// Copies 16 bytes, or writes zeros without reading the source if they are not present.
 __device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global, bool present) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
                "r"(present ? 16 : 0)
@@ -37,11 +38,11 @@ __device__ __forceinline__ void cp_async_4(uint32_t shared, const void* global) 
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
 }
 
-// Makes a group of this thread's copies since the last one; there may be none.
+// Commits this thread's copies since the last commit as a group, which may be empty.
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most `kPending` of this thread's groups, the latest, are on their way. Other threads see what has
-// arrived after a barrier.
+// Waits until at most `kPending` of this thread's latest groups are in flight. Other threads see what has arrived after
+// a barrier.
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
@@ -87,8 +88,8 @@ __device__ __forceinline__ void store_shared_float2(uint32_t address, float2 v) 
 
 // ---- Tensor cores ---------------------------------------------------------------------------------------------------
 
-// Four 8 x 8 matrices of 16-bit elements. Lane 8 i + r names the address of row r of matrix i; afterwards each lane has
-// elements 2 (lane % 4) and the next of row lane / 4 of every matrix.
+// Four 8 x 8 matrices of 16-bit elements. Lane 8 i + r provides the address of row r of matrix i. Afterwards each lane
+// has elements 2 (lane % 4) and the next of row lane / 4 of every matrix.
 __device__ __forceinline__ void load_matrix_x4(uint32_t address, uint32_t& r0, uint32_t& r1, uint32_t& r2,
                                                uint32_t& r3) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -97,7 +98,7 @@ __device__ __forceinline__ void load_matrix_x4(uint32_t address, uint32_t& r0, u
                : "memory");
 }
 
-// The same of transposed matrices.
+// The same, with the matrices transposed.
 __device__ __forceinline__ void load_matrix_x4_transposed(uint32_t address, uint32_t& r0, uint32_t& r1, uint32_t& r2,
                                                           uint32_t& r3) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -106,7 +107,7 @@ __device__ __forceinline__ void load_matrix_x4_transposed(uint32_t address, uint
                : "memory");
 }
 
-// Two of them, at the addresses of lanes 0 to 15.
+// Two matrices, at the addresses of lanes 0 to 15.
 __device__ __forceinline__ void load_matrix_x2(uint32_t address, uint32_t& r0, uint32_t& r1) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
                : "=r"(r0), "=r"(r1)
@@ -114,7 +115,7 @@ __device__ __forceinline__ void load_matrix_x2(uint32_t address, uint32_t& r0, u
                : "memory");
 }
 
-// An 8 x 8 matrix of 16-bit elements, of which each lane has two of a row as ldmatrix leaves them, transposed.
+// Transposes an 8 x 8 matrix of 16-bit elements, of which each lane has two of a row in ldmatrix's layout.
 __device__ __forceinline__ uint32_t transposed(uint32_t row) {
   uint32_t column;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(column) : "r"(row));

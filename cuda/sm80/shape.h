@@ -1,21 +1,21 @@
-// The shape of a kernel of sm_80: a CTA's products, and its shared memory for them. Device code and the choice
-// of a kernel know it from here.
+// The shape of a kernel of sm_80: a CTA's products, and its shared memory for them. Both device code and the choice of
+// a kernel use it.
 #pragma once
 
 namespace fused_mlp::sm80 {
 
-// Shared memory that the system takes of each CTA's part.
+// Shared memory per CTA that is reserved by the system.
 constexpr int kSystemBytes = 1024;
 
-// The shared memory of the GPUs with the least, in all and for one CTA: 8.6, 8.9 and 12.x.
+// The smallest shared memory per multiprocessor and per CTA: 8.6, 8.9 and 12.x.
 constexpr int kLeastSharedOfMultiprocessor = 100 * 1024;
 constexpr int kLeastSharedOfCta = kLeastSharedOfMultiprocessor - kSystemBytes;
 
 // Two sets of rows, which are the M and the N side of the tensor cores' instructions, in blocks of block_k elements.
-// The warps of a CTA share the rows of both sides, and warps_k of them the elements of each block.
+// The warps of a CTA divide the rows of both sides among them, and warps_k of them the elements of each block.
 struct Shape {
   int rows_m, rows_n, block_k, warps_m, warps_n, warps_k, stages;
-  int ctas = 1;  // at most on a multiprocessor, of a streamed kernel
+  int ctas = 1;  // maximum per multiprocessor, for a streamed kernel
 
   constexpr int threads() const { return warps_m * warps_n * warps_k * 32; }
   constexpr int stage_bytes() const { return (rows_m + rows_n) * block_k * 2; }
@@ -26,16 +26,16 @@ struct Shape {
 constexpr Shape tiled_shape(int block_m, int block_n, int block_k, int warps_m, int warps_n, int stages) {
   return {block_m, block_n, block_k, warps_m, warps_n, 1, stages};
 }
-// CTAs of eight warps are alone on a multiprocessor, and compute one tile after the other. Of smaller ones there are
-// two.
+// CTAs of eight warps have a multiprocessor for themselves, and compute one tile after the other. Of smaller ones there
+// are two.
 constexpr bool is_persistent(const Shape& shape) { return shape.threads() > 128; }
-// The biases of a tile's columns lie behind the ring, and those of the next tile behind them.
+// The biases of a tile's columns follow the ring; those of the next tile follow them.
 constexpr int tiled_shared_bytes(const Shape& shape) {
   return shape.ring_bytes() + shape.rows_n * 2 * (is_persistent(shape) ? 2 : 1);
 }
 
-// The warps of a streamed kernel share k, or the weight rows, or both. Sums of those that share k meet behind the ring,
-// those of some tokens at a time.
+// The warps of a streamed kernel divide k, or the weight rows, or both. Sums of warps that share k are added after the
+// ring, for some tokens at a time.
 constexpr Shape streamed_shape(int parts, int tokens, int columns, int block_k, int warps_m, int warps_k, int ctas,
                                int stages) {
   return {parts * columns, tokens, block_k, warps_m, 1, warps_k, stages, ctas};
@@ -49,7 +49,7 @@ constexpr int streamed_shared_bytes(const Shape& shape) {
   return shape.ring_bytes() + (shape.warps_k > 1 ? sums : 0);
 }
 
-// The CTAs of which a multiprocessor's shared memory has room for.
+// The number of CTAs that fit into a multiprocessor's shared memory.
 constexpr int resident_ctas(int shared_bytes, int shared_of_multiprocessor) {
   return shared_of_multiprocessor / (shared_bytes + kSystemBytes);
 }

@@ -26,11 +26,11 @@ cudaError_t launch_any(const GemmProblem& p, const GemmKernel& kernel, int multi
                                      : launch<Element>(p, kernel, multiprocessors, stream);
 }
 
-// The constants were measured on one GPU of the architecture. What limits a kernel is its clock or the bandwidth of the
-// memory, and another one differs in these.
+// The constants were measured on one GPU of the architecture. Kernels are bound by clock or memory bandwidth, and other
+// GPUs differ in these.
 Chip chip(const Gpu& gpu) {
   const auto ratio = [](double here, double measured) {
-    return here > 0.0 ? here / measured : 1.0;  // a driver that does not know says 0
+    return here > 0.0 ? here / measured : 1.0;  // a driver that does not know it returns 0
   };
   const double bandwidth = ratio(gpu.bytes_per_microsecond, kMeasuredOn.bytes_per_microsecond);
   return {gpu.multiprocessors, kPeak.bytes_per_microsecond * bandwidth,

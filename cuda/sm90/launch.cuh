@@ -36,7 +36,7 @@ cudaError_t launch_kernel(void (*kernel)(Args), const Args& args, dim3 grid, int
   return cudaLaunchKernelEx(&config, kernel, args);
 }
 
-// Describes to the TMA what products of training have besides.
+// Describes to the TMA the additional operands of products of training.
 template <typename Gemm>
 bool encode_training_maps(const GemmProblem& p, int box_rows_a, TrainingGemmArgs* args) {
   const TrainingMatrices& t = p.training;
@@ -61,9 +61,9 @@ bool encode_training_maps(const GemmProblem& p, int box_rows_a, TrainingGemmArgs
          (!Gemm::kOfUp || encode(&args->up_gradient, t.up_gradient));
 }
 
-// The distance between the beginnings of the tiles of few rows, so that their number fills whole rounds, where there
-// are several. They overlap then, and compute some columns twice; but where a round waits for memory, it has less to
-// wait for: what two tiles load at about the same time is read once.
+// The distance between the starts of the tiles of few rows, such that their number fills whole rounds, if there are
+// several. They then overlap, and compute some columns twice. But a round that waits for memory has less to wait for,
+// because data that two tiles load at about the same time is read once.
 template <typename Gemm>
 int even_step(int64_t n, int tiles_m, int multiprocessors) {
   const int64_t tiles_n = ceil_div(n, Gemm::kTileN);
@@ -94,7 +94,7 @@ cudaError_t launch_tiled(const GemmProblem& p, const GemmKernel& chosen, int mul
   args.k_blocks = args.own_blocks + low_rank_blocks(p);
   args.stage_bytes = Gemm::kSplitK * box_rows_a * Gemm::kBlockK * sizeof(typename Gemm::Element) + Gemm::kBytesB;
   const auto last = [](int64_t extent, int tile) { return static_cast<int>(std::max<int64_t>(extent - tile, 0)); };
-  // A gradient may be written over what it is made of: no tile may read what its neighbour writes.
+  // A gradient may overwrite its operands, so no tile may read what its neighbour writes.
   constexpr int kNotMoved = std::numeric_limits<int>::max();
   args.last_row = Gemm::kGradient ? kNotMoved : last(p.m, Gemm::kShareM);
   args.last_column = Gemm::kGradient ? kNotMoved : last(p.n, Gemm::kTileN);
@@ -112,23 +112,23 @@ cudaError_t launch_tiled(const GemmProblem& p, const GemmKernel& chosen, int mul
                        args.starts_early, stream);
 }
 
-// Into how many parts a multiprocessor's shared memory is to be cut, so that CTAs spread over all multiprocessors. A
-// kernel that starts while the one before it drains is placed on the first multiprocessors that have room, several CTAs
-// to each, and leaves others idle. To prevent that, each CTA asks for its share of a multiprocessor's shared memory,
-// even where it needs less.
+// The number of parts into which a multiprocessor's shared memory should be divided, so that CTAs spread over all
+// multiprocessors. A kernel that starts while the one before it drains is placed on the first multiprocessors that have
+// room, several CTAs on each, and leaves others idle. To prevent that, each CTA requests its share of a
+// multiprocessor's shared memory, even if it needs less.
 inline int64_t ctas_to_spread(int ctas, int cluster, int multiprocessors) {
   return ceil_div(ctas, usable_multiprocessors(multiprocessors, cluster));
 }
 
-// The same for a streamed kernel, whose ring takes up all of a CTA's share.
+// The same for a streamed kernel, whose ring uses all of a CTA's share.
 template <typename Gemm>
 int64_t parts_of_shared_memory(const StreamedGemmArgs& args, int ctas, int cluster, int64_t weight_bytes,
                                int multiprocessors) {
   int64_t parts = ctas_to_spread(ctas, cluster, multiprocessors);
   if (args.starts_early) {
-    // Clusters are placed where the kernel before leaves neighbours free. Where they would fill the chip by two CTAs to
-    // a multiprocessor, the last find none, and run when the others are done: the MLP took up to 1.2 of the time on an
-    // H200. So there is room for a third.
+    // Clusters are placed where the previous kernel leaves neighbouring multiprocessors free. If they would fill the
+    // chip with two CTAs per multiprocessor, the last ones find no room, and run when the others are done: the MLP took
+    // up to 1.2 of the time on an H200. So there is room for a third.
     const int64_t free = parts * usable_multiprocessors(multiprocessors, cluster) - ctas;
     if (cluster > 2 && parts > 1 && free <= cluster) ++parts;
   } else if (args.m < kTiledRows && weight_bytes / (ctas / args.tiles_m) <= kSmallStreamedCta) {
@@ -167,7 +167,7 @@ cudaError_t launch_streamed(const GemmProblem& p, const GemmKernel& chosen, int 
   const int shared =
       Gemm::shared_limit(parts_of_shared_memory<Gemm>(args, ctas, cluster, weight_bytes, multiprocessors));
   args.blocks_together = blocks_together(p);
-  // The most that one CTA takes.
+  // The maximum per CTA.
   const int most_blocks = ceil_div(args.k_blocks, args.blocks_together * cluster) * args.blocks_together;
   args.stages = std::min(Gemm::stages(args.columns, shared), most_blocks);
 

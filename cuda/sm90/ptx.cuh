@@ -29,7 +29,7 @@ __device__ __forceinline__ uint32_t cluster_size() {
   return size;
 }
 
-// A barrier of all threads of the cluster; shared memory written before it is seen after it, across the CTAs.
+// A barrier for all threads of the cluster; shared memory written before it is visible after it, across the CTAs.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
@@ -75,7 +75,7 @@ __device__ __forceinline__ float4 load_cluster_float4(uint32_t address) {
   return v;
 }
 
-// The same value in all threads of a warp, and known to be so by the compiler.
+// The same value in all threads of a warp, in a way that the compiler knows.
 __device__ __forceinline__ int warp_uniform(int value) { return __shfl_sync(0xFFFFFFFF, value, 0); }
 
 // ---- Barriers -------------------------------------------------------------------------------------------------------
@@ -93,8 +93,8 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// At the same barrier of CTA `rank` of the cluster, by a thread that has read what the other is to write over: a
-// release to the cluster would be a fence of all memory.
+// Arrives at the same barrier of CTA `rank` of the cluster, by a thread that has read what the other CTA will
+// overwrite: a release to the cluster would be a fence of all memory.
 __device__ __forceinline__ void mbarrier_arrive_at(uint32_t barrier, uint32_t rank) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(map_to_rank(barrier, rank)) : "memory");
 }
@@ -103,7 +103,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Adds bytes that are to come in this phase, and does not arrive.
+// Adds bytes that are expected in this phase, and does not arrive.
 __device__ __forceinline__ void mbarrier_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -163,7 +163,7 @@ __device__ __forceinline__ void tma_load(const CUtensorMap* map, uint32_t barrie
       : "memory");
 }
 
-// To the same place in the CTAs of the cluster whose bits are set, and at the barrier of each.
+// To the same place in the CTAs of the cluster whose bits are set, with arrivals at each CTA's barrier.
 __device__ __forceinline__ void tma_load_to(uint16_t ctas, const CUtensorMap* map, uint32_t barrier, uint32_t shared,
                                             int column, int row) {
   asm volatile(
@@ -173,7 +173,7 @@ __device__ __forceinline__ void tma_load_to(uint16_t ctas, const CUtensorMap* ma
       : "memory");
 }
 
-// Adjacent bytes, a multiple of 16 at a multiple of 16.
+// Adjacent bytes: a multiple of 16, aligned to 16.
 __device__ __forceinline__ void bulk_load(const void* global, uint32_t barrier, uint32_t shared, uint32_t bytes) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
                "l"(global), "r"(bytes), "r"(barrier)
@@ -210,7 +210,7 @@ __device__ __forceinline__ void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// Copies 16 bytes from global memory, of which `bytes` are read: zeros take the place of the others.
+// Copies 16 bytes from global memory, of which only `bytes` are read; the others become zeros.
 __device__ __forceinline__ void copy_async(uint32_t shared, const void* global, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
@@ -219,7 +219,7 @@ __device__ __forceinline__ void copy_word_async(uint32_t shared, const void* glo
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
 }
 
-// Arrives at an mbarrier, which counts on it, when this thread's copies are there.
+// Arrives at an mbarrier, which must expect it, when this thread's copies have arrived.
 __device__ __forceinline__ void arrive_with_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -252,7 +252,7 @@ __device__ __forceinline__ void store_matrix_x4_transposed(uint32_t address, uin
                : "memory");
 }
 
-// An 8 x 8 matrix of 16-bit elements, of which each thread has two adjacent ones of a row, transposed.
+// Transposes an 8 x 8 matrix of 16-bit elements, of which each thread has two adjacent ones of a row.
 __device__ __forceinline__ uint32_t transposed_matrix(uint32_t pair) {
   uint32_t transposed;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));

@@ -4,8 +4,8 @@
 
 namespace fused_mlp::sm90 {
 
-// A place in a ring of shared memory stages, and the parity of its round, which is that of the mbarrier phase to wait
-// for.
+// A position in a ring of shared memory stages, and the parity of its round, which is that of the mbarrier phase to
+// wait for.
 struct RingPosition {
   int stages;
   int stage = 0;

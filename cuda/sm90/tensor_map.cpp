@@ -19,14 +19,14 @@ Encode find_encode() {
   return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function) : nullptr;
 }
 
-// Makes the GPU's context that of this thread, which the driver needs. In a thread that has called the runtime before
-// it is; but the first thing that a thread of autograd does may be a kernel of ours.
+// Makes the GPU's context current in this thread, as the driver requires. A thread that has called the runtime has one;
+// but the first thing that an autograd thread does may be to launch a kernel of ours.
 void make_context_current() {
   int device = 0;
   if (cudaGetDevice(&device) == cudaSuccess) cudaSetDevice(device);
 }
 
-// All that a map depends on: an encoded map stays valid as long as these are the same.
+// Everything that a map depends on: an encoded map stays valid as long as these are the same.
 struct Key {
   const void* data = nullptr;
   int64_t row_stride = 0;
@@ -35,7 +35,7 @@ struct Key {
   int box_rows = 0;
   int box_cols = 0;
   DType dtype{};
-  int64_t count = 0;  // of matrices in a stack; 0 for one by itself
+  int64_t count = 0;  // of matrices in a stack; 0 for a single one
   int64_t stack_rows = 0;
 
   bool operator==(const Key&) const = default;
@@ -61,16 +61,15 @@ bool encode(CUtensorMap* map, const Key& key) {
                                                           : CU_TENSOR_MAP_SWIZZLE_32B;
   const CUtensorMapDataType type =
       key.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  // To have L2 fetch 256 bytes for a request of 128 takes streamed kernels 1 to 3% longer, and all kernels up to 20%
-  // where rows are not whole lines.
+  // If L2 fetches 256 bytes for a request of 128, streamed kernels take 1 to 3% longer, and all kernels up to 20% if
+  // rows are not whole lines.
   return driver_encode(map, type, key.count == 0 ? 2 : 3, const_cast<void*>(key.data), sizes, strides, box,
                        element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 bool encode_or_find(CUtensorMap* map, const Key& key) {
-  // The driver takes about a microsecond for a map (H100 host), and a model asks for the same few hundred again and
-  // again.
+  // The driver takes about a microsecond for a map (H100 host), and a model needs the same few hundred again and again.
   struct Entry {
     Key key;
     CUtensorMap map;

@@ -24,8 +24,8 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
   return descriptor;
 }
 
-// The descriptor of an N-major or M-major tile of 64 rows of k: 64 columns of n make its rows of 128 bytes, the next 64
-// columns follow 8192 bytes behind. A step of 16 along K is two groups of eight rows.
+// The descriptor of an N-major or M-major tile of 64 rows of k: 64 columns of n are its rows of 128 bytes, and the next
+// 64 columns follow 8192 bytes later. A step of 16 along K is two groups of eight rows.
 constexpr uint32_t kTransposedStepBytes = kWgmmaK * 128;
 __device__ __forceinline__ uint64_t transposed_wgmma_descriptor(uint32_t address) {
   constexpr uint64_t kColumnsStride = 64 * 128 >> 4;
@@ -102,8 +102,8 @@ struct Wgmma;
 #define WGMMA_OUT_112(d, i) WGMMA_OUT_104(d, i), WGMMA_OUT_8(d, i + 104)
 #define WGMMA_OUT_128(d, i) WGMMA_OUT_112(d, i), WGMMA_OUT_16(d, i + 112)
 
-// A thread has R = N / 2 accumulators. A, B and P are the numbers of the asm operands that follow these; T is 1 where B
-// is N-major, S where A is M-major.
+// A thread has R = N / 2 accumulators. A, B and P are the numbers of the asm operands that follow these; T is 1 if B is
+// N-major, S if A is M-major.
 #define WGMMA_DEFINE(ELEMENT, TYPE, N, R, A, B, P, T, S)                                                      \
   template <>                                                                                                 \
   struct Wgmma<ELEMENT, N, T, S> {                                                                            \
@@ -129,7 +129,7 @@ struct Wgmma;
   WGMMA_DEFINE(__nv_bfloat16, "bf16", N, R, A, B, P, 0, 1) \
   WGMMA_DEFINE(__half, "f16", N, R, A, B, P, 0, 1)
 
-// In e4m3 a step is 32 elements along K: as many bytes. Both operands are K-major.
+// In e4m3 a step is 32 elements along K, which is equally many bytes. Both operands are K-major.
 #define WGMMA_DEFINE_E4M3(N, R, A, B, P)                                                                               \
   template <>                                                                                                          \
   struct Wgmma<__nv_fp8_e4m3, N> {                                                                                     \
@@ -143,8 +143,8 @@ struct Wgmma;
     }                                                                                                                  \
   };
 
-// WgmmaOfRegisters<Element, N>::multiply: d += A B, A 64 x 16 in registers: those of a thread hold row 16 (t / 32) +
-// (t % 32) / 4 and the one 8 behind it, of columns 2 (t % 4) and the next, and then of those 8 behind these.
+// WgmmaOfRegisters<Element, N>::multiply: d += A B, with A 64 x 16 in registers. Those of a thread hold row 16 (t / 32)
+// + (t % 32) / 4 and the row 8 after it, first for columns 2 (t % 4) and the next, then for the columns 8 after these.
 template <typename Element, int N>
 struct WgmmaOfRegisters;
 

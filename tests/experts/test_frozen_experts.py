@@ -1,4 +1,4 @@
-"""Experts whose weights are frozen, as where attention alone has adapters: kernels that keep no more than torch's."""
+"""Kernels of experts keep no more for the backward than torch does, of frozen and of trained weights."""
 
 import sys
 import unittest.mock
@@ -14,6 +14,7 @@ import machine
 CAPABILITY = torch.cuda.get_device_capability() if machine.device_type() == "cuda" else None
 hopper = pytest.mark.skipif(CAPABILITY != (9, 0), reason="needs a Hopper GPU")
 TOP_K = 4
+WEIGHTS = "gate_up_proj", "down_proj"
 
 
 def made(kind, device, trained=()):
@@ -27,7 +28,7 @@ def made(kind, device, trained=()):
         module = kind(config).bfloat16()
     for name, parameter in module.named_parameters():
         torch.nn.init.normal_(parameter, std=0.05)
-        parameter.requires_grad_(name in trained)
+        parameter.requires_grad_(name in trained or trained == WEIGHTS)
     return module
 
 
@@ -50,7 +51,7 @@ def step(module, x, index, weights):
 
 @hopper
 @pytest.mark.parametrize("routed", [False, True], ids=["router frozen", "router trained"])
-@pytest.mark.parametrize("trained", [(), ("down_proj",), ("gate_up_proj",)], ids=str)
+@pytest.mark.parametrize("trained", [(), ("down_proj",), ("gate_up_proj",), WEIGHTS], ids=str)
 @pytest.mark.parametrize("kind", [GptOssExperts, Qwen3MoeExperts])
 def test_what_is_kept(fused_mlp, device, kind, trained, routed):
     module = made(kind, device, trained)
@@ -70,9 +71,10 @@ def test_what_is_kept(fused_mlp, device, kind, trained, routed):
 
 
 @hopper
-def test_few_tokens_are_left(fused_mlp, device):
-    """Blocks of an expert's rows are hardly filled: they would be more than is kept else."""
-    module = made(Qwen3MoeExperts, device)
+@pytest.mark.parametrize("trained", [(), WEIGHTS], ids=str)
+def test_few_tokens_are_left(fused_mlp, device, trained):
+    """An expert's rows hardly fill a block: the kernels would keep more than torch does."""
+    module = made(Qwen3MoeExperts, device, trained)
     fused_mlp.fuse_mlps(module)
     x = torch.randn(16, 512, device=device).bfloat16().requires_grad_()
     index = torch.rand(16, 8, device=device).topk(TOP_K).indices

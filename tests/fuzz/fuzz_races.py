@@ -87,15 +87,17 @@ def at_random(fused_mlp, seed: int) -> None:
     """One call of any function, dense or quantised, recorded or not, of rows and features that need not fill tiles."""
     draw = random.Random(seed)
     rows, experts = draw.choice((1, 7, 16, 40, 64, 129, 300, 700, 1500)), draw.choice((2, 5, 8))
-    width, hidden, outputs = (draw.choice((8, 32, 64)) * draw.randint(1, 24) for _ in range(3))
+    width, hidden, outputs = (draw.choice((8, 8, 32, 64)) * draw.randint(1, 24) for _ in range(3))
     dtype, function = draw.choice((torch.bfloat16, torch.float16)), draw.choice(("mlp", "gated_mlp", "experts_mlp"))
-    kind = draw.choice((None, None, *sanitizer_cases.QUANTIZED, "mxfp4"))
-    if kind is not None:
-        block = 32 if function == "experts_mlp" else 128
-        width, hidden, outputs = (-(-size // block) * block for size in (width, hidden, outputs))
+    is_mixture = function == "experts_mlp"
+    kind = draw.choice((None, "fp8", "mxfp4") if is_mixture else (None, None, *sanitizer_cases.QUANTIZED))
+    if kind is not None:  # the inputs of a product are whole blocks; outputs that fill no tile are where stores differ
+        block = 64 if is_mixture else 128
+        width, hidden = (-(-size // block) * block for size in (width, hidden))
+        outputs = outputs if is_mixture else -(-outputs // block) * block
     x = torch.randn(rows, width, device="cuda").to(dtype)
     print(f"{seed}: {function}, {rows}, {width}, {hidden}, {outputs}, {dtype}, {kind}", flush=True)
-    if function == "experts_mlp":
+    if is_mixture:
         index = torch.rand(rows, experts, device="cuda").topk(2).indices
         routed = index, torch.rand(rows, 2, device="cuda")
 

@@ -78,6 +78,14 @@ def test_changed_after_it_was_compiled(fused_mlp, device, way):
         assert_same(model, fused, x)
 
 
+def test_no_class_is_learned_while_traced(fused_mlp, device, monkeypatch):
+    """Dynamo cannot trace the look-up of functions by their module once other code has looked them up."""
+    model, fused = pair(fused_mlp, "kernelize", Gated(bias=True).to(device))
+    shortcut = sys.modules[f"{fused_mlp.__name__}.models.running.shortcut"]
+    monkeypatch.setattr(shortcut, "learn", None)
+    assert_same(model, compiled(fused), x_of(device))
+
+
 @pytest.mark.parametrize("shape", [(1,), (), (3, 1)], ids=str)
 @pytest.mark.parametrize("index", [0, -1], ids=["first", "last"])
 @kinds

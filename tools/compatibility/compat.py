@@ -35,7 +35,7 @@ SMOKES = project.ROOT / "tools/compatibility"
 DOCUMENT = project.ROOT / "docs/compatibility.md"
 ENVIRONMENTS = project.BUILD / "compat"
 COLUMNS = ("torch", "its CUDA", "CPU variant", "CUDA variant")
-SUMMARY = ("", "run", "least")
+SUMMARY = ("", "tested", "minimum")
 MODELS = ("transformers", "`fuse_mlps`", "`register_experts`", "`use_kernels=True` and its own mapping")
 # CUDA versions: those that kernel-builder, as flake.lock has it, builds for, and those of a torch since 2.11.
 BUILT = ("12.6", "13.0", "13.2")
@@ -124,7 +124,7 @@ def tried_with(version: str) -> Row:
     with _environment({"torch": tested("torch"), "transformers": version}) as python:
         found = _smoke(python, "models.py", "cpu")
     errors = [found["fuse_mlps"], found["register_experts"]]
-    taken = "runs" if found["wants"] is None else f"not there: asks for kernels {found['wants']}"
+    taken = "runs" if found["wants"] is None else f"disabled: requires kernels {found['wants']}"
     return Row((version, *(error or "computes" for error in errors), taken), any(errors))
 
 
@@ -179,13 +179,16 @@ def document(rows: list[Row], models: list[Row]) -> str:
 
 {documents.table(SUMMARY, summary(rows, models))}
 
-GPUs: tests and figures ran on an H100 and an H200, with torch 2.11.0+cu130. Nothing ran on another GPU.
+Tests and figures ran on an H100 and an H200, with torch 2.11.0+cu130. Nothing ran on any other GPU. Two H200s of one
+host ran the parallel cases over NCCL (`tests/distributed`: tensor parallelism, FSDP2, DDP, transformers' plans,
+`nn.DataParallel`). They also ran models on the GPU that is not the current one, moved between the two, and split by
+accelerate.
 
 ## Which torch
 
-Made by `make compat`: one build of the extensions, for torch's stable ABI of {oldest()}, loaded with `get_kernel` under
-each version of torch, on a machine without a GPU. *Computes* is: results in float32 and bfloat16,
-gradients, `torch.compile(fullgraph=True)` and `fuse_mlps`, each against float64 or the original.
+`make compat` writes this table. It loads one build of the extensions, for torch's stable ABI of {oldest()}, with
+`get_kernel` under each version of torch, on a machine without a GPU. *Computes* means that results in float32 and
+bfloat16, gradients, `torch.compile(fullgraph=True)` and `fuse_mlps` were each checked against float64 or the original.
 
 {documents.table(COLUMNS, [row.cells for row in rows])}
 
@@ -200,13 +203,13 @@ def summary(rows: list[Row], models: list[Row]) -> list[tuple[str, str, str]]:
     cudas = sorted({row.cells[1] for row in rows} - {"none"})
     return [
         ("torch", ", ".join(row.cells[0].partition("+")[0] for row in rows), f"{oldest()}, for its stable ABI"),
-        ("CUDA of torch", ", ".join(cudas), "12.6, for which the code was compiled and not run"),
-        ("Python", here, f"{python}, which `kernels` wants; not free-threaded"),
-        ("`kernels`", tested("kernels"), "no other was tried"),
+        ("CUDA of torch", ", ".join(cudas), "12.6, compiled for but never run"),
+        ("Python", here, f"{python}, required by `kernels`; not free-threaded"),
+        ("`kernels`", tested("kernels"), "no other version was tested"),
         (
             "transformers",
             ", ".join(row.cells[0] for row in models),
-            "no older was tried; see [below](#which-transformers)",
+            "no older version was tested; see [below](#which-transformers)",
         ),
     ]
 
@@ -214,10 +217,11 @@ def summary(rows: list[Row], models: list[Row]) -> list[tuple[str, str, str]]:
 def models_of_transformers(rows: list[Row]) -> str:
     return f"""## Which transformers
 
-With torch {tested("torch")} and `kernels` {tested("kernels")}. *Computes* is: a tiny Llama's MLPs, and the experts of a
-tiny Qwen3-MoE, against the original. transformers' own use of `kernels`, a `KernelConfig` and the layers that its
-modules are marked with, needs a `kernels` that it takes: where it asks for another, it goes on as if there were none.
-`fuse_mlps`, `register_experts` and `kernels.kernelize` do without.
+With torch {tested("torch")} and `kernels` {tested("kernels")}. *Computes* means that a tiny Llama's MLPs, and
+the experts of a tiny Qwen3-MoE, were checked against the original. transformers' own use of `kernels` (a
+`KernelConfig`, and the layer names that its modules are marked with) needs a `kernels` version that transformers
+accepts; otherwise transformers behaves as if `kernels` were not installed. `fuse_mlps`, `register_experts` and
+`kernels.kernelize` do not depend on this.
 
 {documents.table(MODELS, [row.cells for row in rows])}
 """
@@ -236,12 +240,12 @@ def chosen_variants() -> str:
         )
         rows.append((version, f"`{resolved[0].variant_str}`"))
     built = f"{', '.join(BUILT[:-1])} and {BUILT[-1]}"
-    return f"""## Which variant a torch for CUDA takes
+    return f"""## Which variant a CUDA build of torch gets
 
-A release has variants for CUDA {built}. By the rule of `kernels`, a torch takes the newest of its own
-major version of CUDA that is not newer than itself. The table above has no torch for CUDA 12: since 2.11, pip
-installs torch for CUDA 13 alone. The variant for CUDA 12.6 was never run: the compilers of 12.6 and 12.8 accept its
-code (`make matrix`).
+A release has variants for CUDA {built}. `kernels` chooses the newest variant of the same major version
+of CUDA that is not newer than torch's. The table above has no torch for CUDA 12: since 2.11, pip installs torch only
+for CUDA 13. The variant for CUDA 12.6 was never run, but the compilers of 12.6 and 12.8 accept its code
+(`make matrix`).
 
 {documents.table(("CUDA of torch", "variant"), rows, left=2)}
 """

@@ -51,7 +51,7 @@ Answer PastModes::pass() {
   return kYes;
 }
 
-// True if autograd is on, or off, as asked, outside of inference mode.
+// True if autograd is on (or off, as requested), outside inference mode.
 static Answer is_grad_mode(bool on) {
   if (aoti_torch_grad_mode_is_enabled() != on) return kNo;
   const Answer inference = said_by(settings.is_inference);

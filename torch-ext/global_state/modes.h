@@ -2,25 +2,25 @@
 
 #include "../calls/answers.h"
 
-// Global state around a call, whatever is called: modes, autograd, autocast, and whoever watches.
+// Global state during a call of any function: modes, autograd, autocast, and observers.
 namespace fused_mlp {
 
-// True if nothing that the settings name watches or changes every call.
+// True if nothing named in the settings observes or changes every call.
 Answer is_undisturbed();
 
-// The part of that which is no attribute and no hook: whether nothing traces or transforms what is called.
+// The part of that which is neither an attribute nor a hook: whether nothing traces or transforms the call.
 Answer is_quiet();
 
-// torch.set_default_device, and a `with torch.device(...)`, add a mode that sees every call of a function of torch and
-// every attribute of a tensor that is asked for, in Python, and changes nothing that is done here. As long as this
-// lives, such modes see nothing.
+// torch.set_default_device, and a `with torch.device(...)`, add a mode that intercepts, in Python, every call of a
+// torch function and every access to a tensor's attribute, and changes nothing that matters here. During the lifetime
+// of this object such modes intercept nothing.
 class PastModes {
  public:
   PastModes() : said_(pass()) {}
   PastModes(const PastModes&) = delete;
   PastModes& operator=(const PastModes&) = delete;
   ~PastModes();
-  // kNo where there are other modes.
+  // kNo if there are other modes.
   Answer said() const { return said_; }
 
  private:
@@ -30,16 +30,16 @@ class PastModes {
   const Answer said_;
 };
 
-// True if autograd records what needs gradients.
+// True if autograd records operations on tensors that need gradients.
 Answer is_recording();
 
-// True if no_grad() has turned autograd off, and inference mode has not.
+// True if no_grad(), but not inference mode, has turned autograd off.
 Answer is_unrecorded();
 
 // True if autocast is on for some device.
 Answer is_autocasting();
 
-// The dtype to which autocast casts operands on the ops' device; nullptr, which is no error in itself, where it is off.
+// The dtype to which autocast casts operands on the ops' device; nullptr, without an error set, if it is off.
 PyObject* autocast_dtype();
 
 }  // namespace fused_mlp

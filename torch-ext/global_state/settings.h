@@ -1,12 +1,12 @@
 #pragma once
 
 #include "../ops/norm.h"
-#include "registration.h"  // and with it Python.h
+#include "registration.h"  // also includes Python.h
 
-// Python's objects that compiled code asks about, and names.
+// Python objects and names that compiled code uses.
 namespace fused_mlp {
 
-// Set once, by configure(), and never given back: they live as long as the process.
+// Set once, by configure(), and never released: they live as long as the process.
 struct Settings {
   PyObject* tensor;  // the classes torch.Tensor, nn.Parameter, and of nn, Linear, Dropout, Identity, GELU; of functions
   PyObject* parameter;
@@ -16,67 +16,66 @@ struct Settings {
   PyObject* gelu;
   PyObject* function;
   PyObject* builtin;
-  PyObject* method;          // that of bound methods
+  PyObject* method;          // the class of bound methods
   PyObject* module;          // nn.Module
   PyObject* module_list;     // nn.ModuleList
-  PyObject* call;            // nn.Module.__call__ as torch wrote it
-  PyObject* mark;            // the attribute of fused modules, without which fused methods run the original
+  PyObject* call;            // torch's own nn.Module.__call__
+  PyObject* mark;            // the attribute of fused modules; without it fused methods run the original
   PyObject* known;           // by class of activation, of nn.GELU by `approximate`, or by function: (guards, code)
-  PyObject* known_by;        // a function: what an activation that a method gives is known by
-  PyObject* kernels;         // a dictionary: by class of activation and forward that kernelize puts into its modules
-  PyObject* composites;      // a dictionary: the names of classes of activations that are several operations of torch
-  PyObject* adapters;        // by class of layers with adapters: attributes that are as they were read
-  PyObject* adapted;         // a function: computes layers some of which have adapters (adapters.py)
-  PyObject* drops;           // whether the ops take dropouts in front of adapters
+  PyObject* known_by;        // a function: the key in `known` of an activation returned by a method
+  PyObject* kernels;         // a dictionary: by class of activation, the forward that kernelize puts into its modules
+  PyObject* composites;      // a dictionary: the names of classes of activations that are several torch operations
+  PyObject* adapters;        // by class of layers with adapters: attributes that must be unchanged
+  PyObject* adapted;         // a function: computes layers, some of which have adapters (adapters.py)
+  PyObject* drops;           // whether the ops support dropout before adapters
   PyObject* module_dict;     // nn.ModuleDict
-  PyObject* linears;         // by class of linear layers beside torch's: (guards, whether weights are [in, out], and
-                             // where they are not, there is no bias)
-  PyObject* norms;           // by class of norms: what read_norm() says
+  PyObject* linears;         // by class of linear layers other than torch's: (guards, whether weights are [in, out];
+                             // if they are not, there is no bias)
+  PyObject* norms;           // by class of norms: the result of read_norm()
   PyObject* ops;             // by name
-  PyObject* dtypes;          // those that the ops take
+  PyObject* dtypes;          // those that the ops support
   PyObject* float32;         // one of them
   PyObject* is_narrowed;     // a function: whether torch multiplies float32 in another dtype; None for a GPU
-  PyObject* on_device;       // the attribute of a tensor that is true on their device
-  PyObject* refusal;         // the one for a GPU by its index: None where the ops run on it; None for a CPU
+  PyObject* on_device;       // the attribute of a tensor that is true on the ops' device
+  PyObject* refusal;         // by a GPU's index: the refusal, or None if the ops run on it; None for a CPU
   PyObject* every_gpu;       // a function: whether they run on all GPUs
   PyObject* parts;           // by memory of a pattern and name of an op: the function that computes it part by part
-  PyObject* least_recorded;  // by dtype, by name of an op: from how many hidden values on it pays in training, or never
-  PyObject* least_work;  // by whether it is gated, and in eval mode: from how much work of the first layer on it pays
-  PyObject*
-      least_sum;  // by dtype: from how many elements on the sum and the norm behind an MLP or a layer pay in training
-  PyObject* least_norm;      // by dtype: from how many elements on a norm that autograd follows pays in eval mode
-  PyObject* blocks;          // a list of one element while no backend is forced
+  PyObject* least_recorded;  // by dtype and name of an op: the number of hidden values from which it pays in training
+  PyObject* least_work;      // by whether it is gated, and in eval mode: the work of the first layer from which it pays
+  PyObject* least_sum;       // by dtype: elements from which the sum and norm after an MLP or a layer pay in training
+  PyObject* least_norm;      // by dtype: the number of elements from which a norm under autograd pays in eval mode
+  PyObject* blocks;          // a list with one element while no backend is forced
   PyObject* is_inference;    // the function of torch
-  PyObject* is_transformed;  // a function: whether torch.func transforms what is called
-  PyObject* quiet;           // functions that return something true where every call is disturbed
+  PyObject* is_transformed;  // a function: whether torch.func transforms the call
+  PyObject* quiet;           // functions that return something true if every call is observed
   PyObject* autocast;        // (whether it is enabled at all, whether it is for a device, its dtype there, the device)
-  PyObject* composed;        // a function of a pattern and operands: computes these part by part; None where it cannot
-  PyObject* modes;           // (number of modes that see functions of torch, the mode of an index, class of those that
-                             // change nothing here, class of a context in which none sees anything)
-  PyObject* empty;           // dictionaries that hold something there
-  PyObject* unchanged;       // triples (owner, name, value): attributes that are another object there
+  PyObject* composed;        // a function of a pattern and operands: computes them part by part; None if it cannot
+  PyObject* modes;           // (number of modes for torch functions, the mode of an index, class of those that
+                             // change nothing here, class of a context in which none intercepts anything)
+  PyObject* empty;           // dictionaries that are not empty if every call is observed
+  PyObject* unchanged;       // triples (owner, name, value): attributes that differ if every call is observed
   PyObject* exchange;        // the arguments of configure_direct_calls()
   PyObject* is_negated;
   PyObject* empty_like;
   PyObject* is_profiled;
-  PyObject* handles;  // functions of torch: from a tensor to a handle of it, from a list of these to tensors; or None
-  PyObject* shares;   // by code of an activation: how many hidden values count for one in least_recorded, of MLPs
-                      // without a gate
-  PyObject* work_of_many;  // how many times its work an MLP without a gate counts for in least_work where its parts are
-                           // many operations: its activation is, or a norm of the sum is behind it
-  PyObject* saved_tensors_hooks;  // a function of torch: the hooks of tensors that autograd saves
+  PyObject* handles;       // torch functions: from a tensor to a handle, from a list of handles to tensors; or None
+  PyObject* shares;        // by code of an activation: how many hidden values count as one in least_recorded, for MLPs
+                           // without a gate
+  PyObject* work_of_many;  // factor for the work of an MLP without a gate in least_work, if its parts are
+                           // many operations: its activation is, or a norm of the sum follows it
+  PyObject* saved_tensors_hooks;  // a torch function: the hooks of tensors that autograd saves
   PyObject* layout;               // functions of autograd/nodes.py
   PyObject* edges;
-  PyObject* quantised;  // by class of layers with quantised weights, or of such weights: what read_packed() says
-  PyObject* codes;      // by format of 4 bits, by index of a device: the values of its codes
+  PyObject* quantised;  // by class of quantised layers or weights: the result of read_packed()
+  PyObject* codes;      // by 4-bit format and device index: the values of its codes
   PyObject* offsets;    // by id of the tensor of an offset: (a weak reference to it, its version, the number)
-  PyObject* few_rows;   // so many rows are not left to layers with quantised weights
-  PyObject* most_rows;  // a function of x, of whether weights are of int8 and x may be rounded, and of how many
-                        // elements the largest has: up to how many rows of x, likewise
+  PyObject* few_rows;   // quantised layers do not run calls of up to this many rows themselves
+  PyObject* most_rows;  // a function of x, of whether weights are int8 and x may be rounded, and of the elements
+                        // of the largest weight: the maximum number of rows of x, as above
 };
 extern Settings settings;
 
-// The names that are asked for, made by configure().
+// The names used, created by configure().
 struct Names {
   PyObject* state = PyUnicode_InternFromString("__dict__");
   PyObject* call = PyUnicode_InternFromString("__call__");
@@ -125,7 +124,7 @@ struct Names {
   PyObject* is_inference = PyUnicode_InternFromString("is_inference");
   PyObject* is_leaf = PyUnicode_InternFromString("is_leaf");
   PyObject* detach = PyUnicode_InternFromString("detach");
-  // Attributes of a node of autograd (autograd/training.py).
+  // Attributes of an autograd node (autograd/training.py).
   PyObject* how = PyUnicode_InternFromString("how");
   PyObject* edges = PyUnicode_InternFromString("edges");
   PyObject* own = PyUnicode_InternFromString("own");
@@ -153,7 +152,7 @@ struct Names {
   PyObject* use_dora = PyUnicode_InternFromString("use_dora");
   PyObject* of_adapters[3] = {PyUnicode_InternFromString("lora_A"), PyUnicode_InternFromString("lora_B"),
                               PyUnicode_InternFromString("lora_dropout")};
-  // Attributes of layers with quantised weights, and of what these hold.
+  // Attributes of layers with quantised weights, and of their members.
   PyObject* compute_dtype = PyUnicode_InternFromString("compute_dtype");
   PyObject* compute_type_is_set = PyUnicode_InternFromString("compute_type_is_set");
   PyObject* quant_state = PyUnicode_InternFromString("quant_state");
@@ -179,22 +178,22 @@ struct Names {
   PyObject* tensor_data = PyUnicode_InternFromString("qdata");
   PyObject* tensor_scale = PyUnicode_InternFromString("scale");
   PyObject* tile_scales = PyUnicode_InternFromString("scale_and_zero");
-  // Those of a tensor of torchao's that change what is given: none of them may be there.
+  // Attributes of a torchao tensor that change its input: none of them may be present.
   PyObject* on_input[3] = {PyUnicode_InternFromString("act_pre_scale"), PyUnicode_InternFromString("act_quant_scale"),
                            PyUnicode_InternFromString("act_quant_kwargs")};
-  // The methods that find attributes: of all names, and of those that are not found otherwise.
+  // The methods that look up attributes: all names, and those that are not found otherwise.
   PyObject* finders[2] = {PyUnicode_InternFromString("__getattribute__"), PyUnicode_InternFromString("__getattr__")};
-  // Those of a forward, then those of a backward.
+  // The hooks of a forward, then those of a backward.
   PyObject* hooks[4] = {PyUnicode_InternFromString("_forward_hooks"), PyUnicode_InternFromString("_forward_pre_hooks"),
                         PyUnicode_InternFromString("_backward_hooks"),
                         PyUnicode_InternFromString("_backward_pre_hooks")};
-  // The call of a module that holds one itself: of the second torch.nn.Module.compile() makes one.
+  // The call of a module that has its own: torch.nn.Module.compile() creates the second one.
   PyObject* own_calls[2] = {PyUnicode_InternFromString("_call_impl"),
                             PyUnicode_InternFromString("_compiled_call_impl")};
 };
 const Names& names();
 
-// Reads the settings from a dictionary by their names. False where an error of Python's is set.
+// Reads the settings from a dictionary by name. False if a Python error is set.
 bool configure(PyObject* given);
 
 }  // namespace fused_mlp

@@ -10,7 +10,7 @@
 
 namespace fused_mlp {
 
-// The numbering is that of torch-ext/fused_mlp/activations.py, which passes these codes to the ops.
+// The codes that torch-ext/fused_mlp/activations.py passes to the ops.
 enum class Activation : int64_t {
   kLinear = 0,
   kGelu = 1,
@@ -22,8 +22,8 @@ enum class Activation : int64_t {
   kSigmoid = 7,
 };
 
-// Calls visit.template operator()<A>() for the activation with the given code. Only here does a run-time code become a
-// compile-time constant. Returns false for a code that names no activation.
+// Calls visit.template operator()<A>() for the activation with the given code. This is the only place where a run-time
+// code becomes a compile-time constant. Returns false if the code names no activation.
 template <typename Visitor>
 FUSED_MLP_HOST_DEVICE bool visit_activation(int64_t code, Visitor&& visit) {
   switch (static_cast<Activation>(code)) {

@@ -2,9 +2,9 @@
 
 #include <cstdint>
 
-// The part of DLPack's C interface by which a tensor of Python's is read without a reference to it. Its layout is that
-// of version 1 of the standard (dmlc.github.io/dlpack), which changes with the first number of the version alone;
-// torch's copy of the header is closed to extensions that keep to its stable ABI.
+// The part of DLPack's C interface that reads a Python tensor without taking a reference to it. The layout is that of
+// version 1 of the standard (dmlc.github.io/dlpack), which changes only with the major version. Extensions that use
+// torch's stable ABI cannot include torch's copy of the header.
 namespace fused_mlp::dlpack {
 
 constexpr uint32_t kMajorVersion = 1;
@@ -38,8 +38,8 @@ struct Tensor {
 struct ExchangeApi {
   uint32_t major_version, minor_version;
   const ExchangeApi* previous;
-  void* unused[3];  // functions that make tensors, or hand over references to them
-  // Returns 0; else an error of Python's is set. What is read holds as long as the tensor lives and is not resized.
+  void* unused[3];  // functions that create tensors, or transfer references to them
+  // Returns 0; else a Python error is set. The result is valid while the tensor lives and is not resized.
   int (*read)(void* tensor, Tensor* out);
   void* current_stream;
 };

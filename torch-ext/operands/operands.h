@@ -12,7 +12,7 @@
 #include "activation.h"
 #include "tensor_rows.h"
 
-// Checks of operands that the ops of every backend share, and the tensors that they return.
+// Checks of operands that the ops of every backend share, and the allocation of result tensors.
 namespace fused_mlp {
 
 inline void check_activation(int64_t activation) {
@@ -20,7 +20,7 @@ inline void check_activation(int64_t activation) {
                   activation);
 }
 
-// `like` is the operand that decides the dtype and the device of all.
+// `like` is the operand that determines the dtype and the device of all.
 inline void check_same_kind(const Tensor& operand, const char* name, const Tensor& like) {
   STD_TORCH_CHECK(operand.scalar_type() == like.scalar_type(), name, " differs in dtype from the first operand");
   STD_TORCH_CHECK(operand.device() == like.device(), name, " is not on the device of the first operand");
@@ -65,14 +65,14 @@ inline void check_same_shape(const Tensor& operand, const char* name, const Tens
                   " differs in shape from the first operand");
 }
 
-// A norm of a block: torch_binding.h says what `kind` means.
+// A norm of a block: torch_binding.h defines `kind`.
 struct BlockNorm {
   const OptionalTensor &weight, &bias;
   double eps;
   int64_t kind;
 };
 
-// The block around an MLP: the last norm is of the sum where `norms_sum`, else of the MLP's result.
+// The block around an MLP: the last norm is applied to the sum if `norms_sum`, else to the MLP's result.
 struct Around {
   const Tensor& residual;
   double factor;
@@ -95,7 +95,7 @@ inline void check_norm(const BlockNorm& norm, const char* name, const Tensor& x)
   check_operand(norm.bias, "the bias");
 }
 
-// The block around an MLP whose last weight this is.
+// The block around an MLP with this last weight.
 inline void check_around(const Tensor& x, const Tensor& last_weight, const Around& around) {
   check_same_kind(around.residual, "residual", x);
   const auto sizes = around.residual.sizes(), of_x = x.sizes();
@@ -109,7 +109,7 @@ inline void check_around(const Tensor& x, const Tensor& last_weight, const Aroun
                   "a scale must be of the MLP's result");
 }
 
-// An MLP with what is around it; without a first weight, one layer.
+// An MLP with the block around it; without a first weight, one layer.
 inline void check_residual_mlp(const Tensor& x, const OptionalTensor& fc1_weight, const Tensor& fc2_weight,
                                const OptionalTensor& fc1_bias, const OptionalTensor& fc2_bias, int64_t activation,
                                const Around& around) {
@@ -133,7 +133,7 @@ inline void check_residual_gated_mlp(const Tensor& x, const Tensor& gate_weight,
   check_around(x, down_weight, around);
 }
 
-// The experts of a mixture: torch_binding.h has their shapes.
+// The experts of a mixture: torch_binding.h defines their shapes.
 inline void check_experts(const Tensor& x, const Tensor& top_k_index, const Tensor& top_k_weights,
                           const Tensor& gate_up_weight, const Tensor& down_weight, const OptionalTensor& gate_up_bias,
                           const OptionalTensor& down_bias, int64_t activation, bool gated, bool interleaved,
@@ -176,7 +176,7 @@ inline void check_experts(const Tensor& x, const Tensor& top_k_index, const Tens
                   "top_k_weights must be of a floating dtype");
 }
 
-// The router of a mixture: torch_binding.h has its shapes.
+// The router of a mixture: torch_binding.h defines its shapes.
 inline void check_product(const Tensor& a, const Tensor& b) {
   STD_TORCH_CHECK(a.dim() == 2, "a must be [m, k]");
   check_same_kind(b, "b", a);
@@ -196,7 +196,7 @@ inline std::vector<int64_t> dense_strides(torch::headeronly::IntHeaderOnlyArrayR
   return strides;
 }
 
-// An uninitialised tensor on the device of `like`, and of its dtype or another, without the cost of a dispatched op.
+// An uninitialised tensor on the device of `like`, with its dtype or another, without the cost of a dispatched op.
 inline Tensor new_strided(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
                           const std::vector<int64_t>& strides,
                           std::optional<torch::headeronly::ScalarType> of = std::nullopt) {

@@ -1,10 +1,10 @@
 #pragma once
 
-#include "registration.h"  // and with it Python.h
+#include "registration.h"  // also includes Python.h
 
 namespace fused_mlp {
 
-// A reference that is given back.
+// A reference that is released on destruction.
 class Owned {
  public:
   explicit Owned(PyObject* object) : object_(object) {}

@@ -12,8 +12,8 @@
 
 namespace fused_mlp {
 
-// A tensor [..., cols] seen as a matrix (rows.h). Holds the tensor whose memory it describes: the one given, or a
-// contiguous copy where its rows are not those of a matrix.
+// A tensor [..., cols] viewed as a matrix (rows.h). Holds the tensor whose memory it describes: the given one, or a
+// contiguous copy if its rows are not those of a matrix.
 struct TensorRows {
   torch::stable::Tensor tensor;
   int64_t rows;
@@ -31,12 +31,12 @@ struct TensorRows {
   bool contiguous() const { return row_stride == cols || rows <= 1; }
 };
 
-// An operand that is only read: asking for a mutable pointer would make torch copy a copy-on-write tensor.
+// An operand that is only read: requesting a mutable pointer would make torch copy a copy-on-write tensor.
 inline Matrix matrix(const TensorRows& rows) {
   return {const_cast<void*>(rows.tensor.const_data_ptr()), rows.row_stride};
 }
 
-// A vector, or none, as adjacent elements: a copy where it has gaps.
+// A vector, or none, as adjacent elements: a copy if it has gaps.
 class DenseVector {
  public:
   explicit DenseVector(const std::optional<torch::stable::Tensor>& source) : tensor_(source) {
@@ -52,8 +52,8 @@ inline std::optional<int64_t> rows_that_share(const torch::stable::Tensor& given
   return rows_that_share(given.sizes().data(), given.dim(), of.sizes().data(), of.dim());
 }
 
-// The weight or the bias of a norm of the rows of a tensor, or none: adjacent elements, a copy where they are not. It
-// is of the tensor's dtype, or of float32.
+// The weight or the bias of a norm of the rows of a tensor, or none, as adjacent elements: a copy if they are not. Its
+// dtype is the tensor's, or float32.
 class RowFeatures {
  public:
   RowFeatures(const std::optional<torch::stable::Tensor>& source, const torch::stable::Tensor& of) {

@@ -15,32 +15,32 @@
 #include "quantized.h"
 #include "torch_gemm.h"
 
-// Layers with low-rank adapters, forward and backward: x weight^T + bias + rows b^T, where rows = scaling x a^T. The
-// products of few columns are torch's GEMMs; a backend may add rows b^T within the product that it belongs to.
+// Layers with low-rank adapters, forward and backward: x weight^T + bias + rows b^T, where rows = scaling x a^T.
+// torch's GEMMs compute the products of few columns; a backend may add rows b^T inside the layer's own product.
 namespace fused_mlp {
 
-// Bits of `needs`: the gradients that are asked for. Those of the first layer, up and the second follow each other.
+// Bits of `needs`: the required gradients. Those of the first layer, up and the second are consecutive.
 enum AdaptedOperand { kOfX = 0, kOfWeights = 1, kOfBiases = 4, kOfA = 7, kOfB = 10, kAdaptedOperands = 13 };
 
 struct AdaptedLayer {
   Tensor weight;
   OptionalTensor bias, a, b;
   double scaling, dropout;
-  const PackedWeight* packed = nullptr;  // of a quantised weight, where `weight` has its shape alone
+  const PackedWeight* packed = nullptr;  // of a quantised weight, for which `weight` has only the shape
 
-  // The weight; a quantised one anew, for as long as a product needs it.
+  // The weight; a quantised one is decoded on each call, and lives as long as a product needs it.
   Tensor values() const { return packed == nullptr ? weight : decoded(*packed, weight, weight.scalar_type()); }
   float scale_of_kept() const { return 1.0f / static_cast<float>(1.0 - dropout); }
   int64_t rank() const { return a ? a->size(0) : 0; }
 };
 
-// A term that a product adds to its sums: rows of which the first columns are multiplied by weight^T, [n, k], and those
-// from up_column on, of a gated product, by up_weight^T, [n, up_k]. Of a product that reads its weights as they lie,
-// weights are [k, n] and [up_k, n], and both terms are added to the one result.
+// A term that a product adds to its sums. The first columns of `rows` are multiplied by weight^T, [n, k], and those
+// from up_column, in a gated product, by up_weight^T, [n, up_k]. In a product that reads weights in their own layout,
+// they are [k, n] and [up_k, n], and both terms are added to the same result.
 struct LowRankTerm {
   OptionalTensor rows, weight, up_weight;
   int64_t up_column = 0;
-  // The mask of a dropout, where gradients pass one: of the term, which is scaled too.
+  // The mask of a dropout, if gradients pass one: it applies to the term, which is also scaled.
   OptionalTensor mask;
   float scale = 1.0f;
 
@@ -49,20 +49,20 @@ struct LowRankTerm {
 
 constexpr int kMostLayers = 3;
 
-// By place of a layer, where it has a dropout: int32 [rows, words], of which bit c % 32 of word c / 32 of a row is set
-// where column c of the adapter's input was kept. The rest was dropped.
+// By position of a layer, if it has a dropout: int32 [rows, words], in which bit c % 32 of word c / 32 of a row is set
+// if column c of the adapter's input was kept. The rest was dropped.
 using Masks = std::array<OptionalTensor, kMostLayers>;
 
-// The values that a forward has kept for its backward: gate and up before the activation, and the rows of the adapters
-// of the first layer and of the second.
+// The values that a forward keeps for its backward: gate and up before the activation, and the rows of the adapters of
+// the first layer and of the second.
 struct KeptOfAdapted {
   OptionalTensor gate, up, first_rows, second_rows;
   Masks masks;
 };
 
-// The way dropouts in front of adapters draw random numbers: as torch's dropout does of an input in this layout and in
-// the layers' dtype or, where `wide`, in float32; gate before up, or `up_first`. `numbers` says which these are, where
-// they are taken already: the seed, how many threads torch's kernel has, and the first number of each place.
+// How dropouts before adapters draw random numbers: like torch's dropout for an input with this layout, in the layers'
+// dtype or, if `wide`, in float32; gate before up, or `up_first`. If the numbers are already reserved, `numbers`
+// identifies them: the seed, the number of threads of torch's kernel, and the first number of each position.
 struct Drawing {
   bool wide, up_first;
   const std::vector<int64_t>& numbers;
@@ -73,13 +73,13 @@ struct Drawing {
   uint64_t offset(int place) const { return static_cast<uint64_t>(numbers[2 + place]); }
 };
 
-// The input of an adapter behind a dropout, as a matrix, and the mask.
+// The input of an adapter after dropout, as a matrix, and the mask.
 struct Dropped {
   Tensor values, mask;
 };
 
-// The layers of a call by the lists that the ops are given: first or gate, up where `gated`, and the second or down of
-// an MLP.
+// The layers of a call, from the lists that the ops receive: first or gate, up if `gated`, and the second or down of an
+// MLP.
 struct AdaptedLayers {
   std::optional<AdaptedLayer> first, up, second;
 
@@ -101,7 +101,7 @@ struct AdaptedLayers {
     if (count > least) second = layer(least);
   }
 
-  // Quantised weights, each with its place among the layers that are there.
+  // Quantised weights, each with its position among the layers that exist.
   void take(const std::vector<QuantizedWeight>& packed, const std::vector<int64_t>& places) {
     STD_TORCH_CHECK(places.size() == packed.size(), "a quantised weight must have a place");
     for (size_t i = 0; i < packed.size(); ++i) {
@@ -122,7 +122,7 @@ struct AdaptedLayers {
     if (second) check_layer(*second, first->weight.size(0), x);
   }
 
-  // The gradients that are asked for have operands, and what is kept for them is there.
+  // Checks that the required gradients have operands, and that the values kept for them exist.
   void check_backward(const Tensor& grad, const OptionalTensor& x, const KeptOfAdapted& kept, int64_t needs,
                       int64_t activation) const {
     check_activation(activation);
@@ -151,7 +151,7 @@ struct AdaptedLayers {
     STD_TORCH_CHECK(!kept.gate || !is_linear(activation), "gate must be left out where there is no activation");
   }
 
-  // Masks that are given for the layers that are there.
+  // The masks for the layers that exist.
   Masks places_of(const std::vector<OptionalTensor>& masks) const {
     Masks found;
     size_t next = 0;
@@ -167,7 +167,7 @@ struct AdaptedLayers {
 
   int64_t hidden() const { return first->weight.size(0); }
   int64_t features() const { return second ? second->weight.size(0) : hidden(); }
-  // True if the values before the activation are what the first layer results in.
+  // True if the first layer's results are the values before the activation.
   bool is_linear(int64_t activation) const { return !up && static_cast<Activation>(activation) == Activation::kLinear; }
 
  private:
@@ -181,37 +181,37 @@ struct AdaptedLayers {
   }
 };
 
-// Columns from `column` on: scaling x a^T of a layer with an adapter. There is none where the layer is null.
+// Columns from `column`: scaling x a^T of a layer with an adapter. There is none if the layer is null.
 struct RankFactorOf {
   const AdaptedLayer* layer = nullptr;
   int64_t column = 0;
 };
 using RankFactors = std::array<RankFactorOf, 2>;
 
-// The values that a forward keeps for its backward, beside its operands: nothing, the rows of the adapters, or also the
-// values before the activation.
+// The values that a forward keeps for its backward, besides its operands: nothing, the rows of the adapters, or also
+// the values before the activation.
 enum class Keep : int64_t { kNothing, kRows, kValues };
 
-// Backend: what backward.h asks of one, and
-//   kAddsRankLast                 whether x weight^T is computed first: there are kernels for it that add to nothing
+// Backend: the requirements of backward.h, and
+//   kAddsRankLast                 whether x weight^T is computed first, because there are kernels that cannot add it
 //   scaled_mm(out, a, b, scale)   out = scale a b
-//   rank_rows(out, x, factors, ctas_before)  the columns of `out` that factors say, by a kernel of its own; returns its
-//                                 CTAs, or 0 where there is none. `ctas_before` are those of the kernel that wrote x
-//                                 and was launched right before, or 0
-//   kDrops                        whether it has the following ones of dropouts
-//   drop(x, p, wide)              x, of any leading dimensions, behind torch's dropout
-//   mask(out, x, mask, scale, adds)  out = scale x where it was kept, else 0; where it `adds`, out += that
-//   drawn_rows(rows, x, factor, drawing, place)  the columns of `rows` that a factor says, behind its dropout, whose
-//                                 numbers are taken; returns the mask
+//   rank_rows(out, x, factors, ctas_before)  the columns of `out` given by factors, in one kernel; returns its number
+//                                 of CTAs, or 0 if there is no such kernel. `ctas_before` are those of the kernel that
+//                                 wrote x and was launched right before, or 0
+//   kDrops                        whether it has the following functions for dropouts
+//   drop(x, p, wide)              x, of any leading dimensions, after torch's dropout
+//   mask(out, x, mask, scale, adds)  out = scale x if it was kept, else 0; with `adds`, out += that
+//   drawn_rows(rows, x, factor, drawing, place)  the columns of `rows` given by a factor, after its dropout, whose
+//                                 numbers are reserved; returns the mask
 //   masked_sum(out, terms)        out = the sum of terms, each masked; or false
 //   masked_outer(grad, x, mask, scale)  grad^T x of the elements that were kept, scaled; or nothing
-//   layer(x, first, activation, term, ctas_before)  a kernel, or none, whose launch(out) is a layer of inference, and
-//                                 ctas() how many it has; the one right before has written rows of the term
-// where kept_values, hidden_gradients and input_gradient are given a LowRankTerm too.
+//   layer(x, first, activation, term, ctas_before)  a kernel, or none; launch(out) computes a layer of inference, and
+//                                 ctas() is its number of CTAs; the previous kernel has written the rows of the term
+// kept_values, hidden_gradients and input_gradient also receive a LowRankTerm.
 template <typename Backend>
 class Adapted {
  public:
-  // `like` has the leading dimensions of x, which a backward may do without.
+  // `like` has the leading dimensions of x, which a backward may not need.
   Adapted(const Tensor& like, const OptionalTensor& x, const AdaptedLayers& layers, int64_t activation)
       : like_(like),
         x_(x ? OptionalTensor(Backend::rows(*x)) : std::nullopt),
@@ -221,9 +221,9 @@ class Adapted {
     STD_TORCH_CHECK(Backend::kDrops || !layers.drops(), "dropouts must be 0 in this build");
   }
 
-  // The result; and if anything is kept, gate and up before the activation, and the rows of the adapters of the first
-  // layer and of the second: without elements, what is not there or not kept. Weights are decoded before the rows of
-  // adapters: a kernel that starts early reads its weights while the one before it runs.
+  // Returns the result; and if anything is kept, gate and up before the activation, and the rows of the adapters of the
+  // first layer and of the second. Missing values are tensors without elements. Weights are decoded before the rows of
+  // adapters are computed: a kernel that starts early reads its weights while the one before it runs.
   std::vector<Tensor> forward(Keep keep, Drawing drawing) {
     OptionalTensor first_rows, gate, up, second_rows;
     Tensor out = new_dense(like_, with_features(layers_.second ? layers_.hidden() : layers_.features()));
@@ -252,8 +252,8 @@ class Adapted {
     return kept;
   }
 
-  // The gradients that `needs` asks for, in the order of AdaptedOperand. Gate and up may be left out: then they are
-  // made again.
+  // The gradients that `needs` requires, in the order of AdaptedOperand. Gate and up may be missing: then they are
+  // recomputed.
   std::vector<Tensor> backward(const Tensor& grad, const KeptOfAdapted& kept, int64_t needs) {
     masks_ = kept.masks;
     const OptionalTensor &first_rows = kept.first_rows, &second_rows = kept.second_rows;
@@ -286,7 +286,7 @@ class Adapted {
         fill_values(gate, up, first_rows, *values);
       }
       if (needed(kOfWeights, 2)) put(kOfWeights + 2, of_weight(grad_rows, *values));
-      if (needed(kOfA, 2)) {  // the last that reads the values: they are dropped in their place
+      if (needed(kOfA, 2)) {  // the last use of the values: dropout is applied in place
         put(kOfA + 2, of_a(2, columns(*dsecond_rows, 0, second->rank()), *values, true));
       }
       values.reset();
@@ -313,12 +313,12 @@ class Adapted {
             up ? up->bias : std::nullopt, std::nullopt};
   }
 
-  // cuBLAS and the TMA want parts of rows that begin at 16 bytes.
+  // cuBLAS and the TMA need parts of rows aligned to 16 bytes.
   static constexpr int64_t kVector = 8;
   static constexpr int64_t in_vectors(int64_t columns) { return (columns + kVector - 1) / kVector * kVector; }
 
   int64_t up_rank() const { return layers_.up ? layers_.up->rank() : 0; }
-  // The column at which up's rows begin, where gate's come first.
+  // The column at which up's rows start, if gate's come first.
   int64_t up_column() const { return in_vectors(layers_.first->rank()); }
 
   std::vector<int64_t> with_features(int64_t features) const {
@@ -333,7 +333,7 @@ class Adapted {
   }
   OptionalTensor flat(const OptionalTensor& dense) const { return dense ? OptionalTensor(flat(*dense)) : std::nullopt; }
 
-  // Room for rows of an adapter, or of those of gate and up, with zeros between these.
+  // Memory for rows of an adapter, or for those of gate and up, with zeros between them.
   Tensor new_rank_rows(int64_t rank) const { return new_dense(like_, {rows_, in_vectors(rank)}); }
   Tensor new_first_rows() const {
     Tensor rows = new_rank_rows(up_column() + up_rank());
@@ -344,8 +344,8 @@ class Adapted {
     return matrix_view(rows, {rows.size(0), count}, {rows.stride(0), 1}, first);
   }
 
-  // Rows of the second layer's adapter, and the CTAs of the kernel that writes them; without one, those of the kernel
-  // before.
+  // The rows of the second layer's adapter, and the number of CTAs of the kernel that writes them; without one, that of
+  // the previous kernel.
   std::pair<OptionalTensor, int64_t> rows_of_second(const Tensor& hidden, int64_t ctas_before, Drawing drawing) {
     const AdaptedLayer& layer = *layers_.second;
     if (!layer.a) return {std::nullopt, ctas_before};
@@ -384,7 +384,7 @@ class Adapted {
     return 0;
   }
 
-  // The gradient of a layer's a, given x, or its room if that may be written over.
+  // The gradient of a layer's a, from x, or from memory for x that may be overwritten.
   Tensor of_a(int place, const Tensor& drows, const Tensor& x, bool overwrites) const {
     if (layers_.at(place)->dropout == 0) return of_weight(drows, x);
     if constexpr (Backend::kDrops) {
@@ -396,7 +396,7 @@ class Adapted {
     return of_weight(drows, room);
   }
 
-  // out = x behind the dropout of a layer, or out += that.
+  // out = x after the dropout of a layer, or out += that.
   void mask(int place, const Tensor& out, const Tensor& x, bool adds) const {
     if constexpr (Backend::kDrops) {
       Backend::mask(out, x, *masks_[place], layers_.at(place)->scale_of_kept(), adds);
@@ -437,7 +437,8 @@ class Adapted {
     if (up) product_into(*up, x, *first.up_weight, first.up_bias, term.rows, term.up_weight, term.up_column);
   }
 
-  // A layer whose values before the activation nobody needs. Returns the CTAs of its kernel, or 0 where it is torch's.
+  // A layer whose values before the activation are not needed. Returns the number of CTAs of its kernel, or 0 if it is
+  // torch's.
   int64_t run_layer(const Tensor& x, const FirstLayer& first, int64_t activation, const LowRankTerm& term,
                     int64_t ctas_before, const Tensor& out) const {
     if (auto kernel = Backend::layer(x, first, activation, term, ctas_before); kernel) {
@@ -487,7 +488,7 @@ class Adapted {
     }
   }
 
-  // The gradients of gate and up from that of the result, and the hidden values again where they are needed.
+  // The gradients of gate and up from that of the result, and the recomputed hidden values if they are needed.
   void differentiate_second(const Tensor& grad, const OptionalTensor& dsecond_rows, const OptionalTensor& gate,
                             const OptionalTensor& up, const OptionalTensor& first_rows, OptionalTensor* dgate,
                             OptionalTensor* dup, const OptionalTensor& values) const {
@@ -519,7 +520,7 @@ class Adapted {
     const Tensor &grad, &weight;
   };
 
-  // out = the sum of the products, those of few columns first: what is rounded between is small.
+  // out = the sum of the products, low-rank ones first, so that the intermediate rounding is of small values.
   void add_products(const Tensor& out, std::initializer_list<RankProduct> of_rank,
                     std::initializer_list<PlainProduct> plain) const {
     const bool masked = sum_masked(out, of_rank);
@@ -543,7 +544,7 @@ class Adapted {
     for (const PlainProduct& product : plain) add(product.grad, product.weight);
   }
 
-  // out = the sum of those behind a dropout, in one launch; or false.
+  // out = the sum of the terms after a dropout, in one launch; or false.
   bool sum_masked(const Tensor& out, std::initializer_list<RankProduct> products) const {
     if constexpr (Backend::kDrops) {
       std::vector<LowRankTerm> terms;
@@ -636,7 +637,7 @@ class Adapted {
   const int64_t rows_;
   const AdaptedLayers& layers_;
   const int64_t activation_;
-  Masks masks_;  // those that a forward draws, or a backward is given
+  Masks masks_;  // drawn by a forward, or passed to a backward
   OptionalTensor found_[kAdaptedOperands];
 };
 

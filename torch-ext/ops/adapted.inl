@@ -1,4 +1,4 @@
-// The ops of layers with adapters, of the Backend of the file that includes this.
+// The ops for layers with adapters, for the Backend of the file that includes this.
 namespace fused_mlp {
 namespace {
 

@@ -12,13 +12,12 @@
 #include "../torch_binding.h"
 #include "torch_gemm.h"
 
-// The gradients of an MLP, or of its first layer alone, by torch's GEMMs and a backend's pointwise kernels, or by its
-// GEMMs that have epilogues of training.
+// The gradients of an MLP, or only of its first layer, by torch's GEMMs and a backend's pointwise kernels, or by the
+// backend's GEMMs with training epilogues.
 namespace fused_mlp {
 
-// The operands of training_forward. Bit i of `needs` asks for the gradient of operand i. Bit kOperands + i says that
-// the gradient of x or of a weight of the first layer lies column by column: for that the operand itself need not be
-// there.
+// The operands of training_forward. Bit i of `needs` requests the gradient of operand i. Bit kOperands + i says that
+// the gradient of x or of a weight of the first layer is column-major; the operand itself need not exist for that.
 enum Operand { kX, kWeight, kUpWeight, kSecondWeight, kBias, kUpBias, kSecondBias, kOperands };
 
 class Needs {
@@ -35,7 +34,7 @@ class Needs {
   int64_t bits_;
 };
 
-// The first layer by its gate and up. An `up_first` says that weight and bias hold both, and in which order.
+// The first layer with its gate and up. If `up_first` is set, weight and bias hold both, and it gives their order.
 struct FirstLayer {
   Tensor weight;
   OptionalTensor up_weight, bias, up_bias;
@@ -71,7 +70,7 @@ inline void check_training(const Tensor& x, const FirstLayer& first, const Optio
   if (second_weight) check_second(x, first.weight, *second_weight, second_bias);
 }
 
-// A tensor of so many features, or of any number, for each row of another.
+// A tensor with this number of features, or any number, for each row of another.
 inline void check_rows(const Tensor& tensor, const char* name, const Tensor& like, std::optional<int64_t> features) {
   check_same_kind(tensor, name, like);
   const auto sizes = tensor.sizes(), expected = like.sizes();
@@ -81,7 +80,7 @@ inline void check_rows(const Tensor& tensor, const char* name, const Tensor& lik
                   name, " must have the shape of its layer's result");
 }
 
-// The operands of a backward whose values before the activation are kept: of the others, those that a gradient needs.
+// The operands of a backward with kept values before the activation; of the others, only those that a gradient needs.
 inline void check_backward(const Tensor& grad, const OptionalTensor& x, const OptionalTensor& weight,
                            const OptionalTensor& up_weight, const OptionalTensor& second_weight, const Tensor& gate,
                            const OptionalTensor& up, Needs needs, std::optional<bool> up_first) {
@@ -107,7 +106,7 @@ inline void check_backward(const Tensor& grad, const OptionalTensor& x, const Op
   if (up) check(*up_weight, "up_weight", hidden);
 }
 
-// Gate and up, which lie beside each other in the rows of a dense tensor, as matrices.
+// Gate and up, side by side in the rows of a dense tensor, as matrices.
 inline std::pair<Tensor, Tensor> halves_of(const Tensor& both, int64_t rows, bool up_first) {
   const int64_t features = both.size(-1) / 2;
   const auto half = [&](bool second) {
@@ -116,11 +115,11 @@ inline std::pair<Tensor, Tensor> halves_of(const Tensor& both, int64_t rows, boo
   return {half(up_first), half(!up_first)};
 }
 
-// As many rows at once as make what is made again, three matrices [rows, hidden], no larger than x, in blocks of about
-// one size; or all of them where that saves less than it takes: sums in float32 of three gradients of weights, and what
-// is added to one of them.
+// The number of rows per block, such that the recomputed values, three matrices [rows, hidden], are no larger than x,
+// and blocks have about the same size; or all rows, if blocks save less memory than they take: float32 sums of three
+// gradients of weights, and the terms added to one of them.
 inline int64_t rows_of_a_block(int64_t rows, int64_t in, int64_t hidden) {
-  // With fewer rows to a block, the sums would take more than a thirtieth of the time.
+  // With fewer rows per block, the sums would take more than a thirtieth of the time.
   constexpr int64_t kLeast = 12288;
   constexpr int64_t kStep = 256;
   const auto parts = [](int64_t of, int64_t size) { return (of + size - 1) / size; };
@@ -134,7 +133,7 @@ inline Tensor rows_of(const Tensor& matrix, int64_t start, int64_t rows) {
   return matrix_view(matrix, {rows, matrix.size(1)}, {matrix.stride(0), matrix.stride(1)}, start * matrix.stride(0));
 }
 
-// The answer of a backend that has no kernel for a product with its epilogue.
+// Returned by a backend that has no kernel for a product with its epilogue.
 struct NoKernel {
   explicit operator bool() const { return false; }
   int64_t ctas() const { return 0; }
@@ -146,21 +145,21 @@ struct NoKernel {
 //   linear_into(out, x, weight, bias)  out = x weight^T + bias, of matrices
 //   mm(out, a, b)                out = a b
 //   add_mm(out, a, b)            out += a b
-//   kHasSums                     whether its mm writes the product of float16 or bfloat16 to float32 too, and there is
-//                                add(sum, term), sum += term, of float32 tensors that lie alike and without gaps
-//   batches(like, out, in)       whether two products that make gradients of weights [out, in], of the dtype of a
-//                                tensor, take less time as one batch
+//   kHasSums                     whether its mm can write products of float16 or bfloat16 to float32, and there is
+//                                add(sum, term), sum += term, for float32 tensors of the same layout without gaps
+//   batches(like, out, in)       whether two products that compute gradients of weights [out, in], in the dtype of
+//                                `like`, take less time as one batch
 //   mm_both(out, up_out, a, up_a, x)  that batch, out = a^T x and up_out = up_a^T x; it may exchange the two outputs
-//   column_sums(x, dtype)        the sums [cols] of the columns of a matrix, of x's dtype or the given one
-//   rows(x)                      x [..., cols] as a matrix whose rows have adjacent elements, if it can, without a copy
+//   column_sums(x, dtype)        the sums [cols] of the columns of a matrix, in x's dtype or the given one
+//   rows(x)                      x [..., cols] as a matrix with adjacent elements in its rows, a view if possible
 //   apply(gate, up, out, activation)                       out = act(gate) * up, or without up, act(gate)
 //   differentiate(grad, gate, up, dgate, dup, values, activation)  the gradients of gate and up, and unless values is
 //                                                          null, apply; outputs may be inputs
-//   kept_values(x, first, activation)                      a kernel, or none, whose launch(gate, up, values) is
+//   kept_values(x, first, activation)                      a kernel, or none; launch(gate, up, values) is
 //                                                          linear_into for gate and for up, and apply
-//   hidden_gradients(grad, weight, gate, up, activation)   a kernel, or none, whose launch(dgate, dup, values) is mm,
+//   hidden_gradients(grad, weight, gate, up, activation)   a kernel, or none; launch(dgate, dup, values) is mm,
 //                                                          differentiate and, unless values is null, apply
-//   input_gradient(products)     a kernel, or none, whose launch(dx) is mm, and add_mm, of one to three Products
+//   input_gradient(products)     a kernel, or none; launch(dx) is mm and add_mm for one to three Products
 template <typename Backend>
 class Backward {
  public:
@@ -172,7 +171,7 @@ class Backward {
         activation_(activation),
         needs(needs) {}
 
-  // Makes again what a forward has not kept, all at once or block by block of rows. In blocks, gradients of weights and
+  // Recomputes what a forward has not kept, all at once or in blocks of rows. In blocks, gradients of weights and
   // biases are summed in float32 and rounded once.
   std::vector<Tensor> run_again(const Tensor& weight, const OptionalTensor& up_weight,
                                 const OptionalTensor& second_weight, const OptionalTensor& bias,
@@ -198,11 +197,11 @@ class Backward {
     return results();
   }
 
-  // `gate` and `up` are the values before the activation, both in `gate` where the weight holds both: then so are their
-  // gradients, and each product below is one for the two. `in_place`: they are written to, and their memory is freed as
-  // soon as it is not needed. Peak memory beside operands and gradients: three matrices [rows, hidden] with gate and
-  // up among them, five where they are to stay. Of a gated layer, `up` may be left out where only its gradients are
-  // asked for.
+  // `gate` and `up` are the values before the activation, both in `gate` if the weight holds both: then so are their
+  // gradients, and each product below is one for the two. `in_place`: they are overwritten, and their memory is freed
+  // as soon as it is not needed. Peak memory besides operands and gradients: three matrices [rows, hidden] including
+  // gate and up, five if these are preserved. For a gated layer, `up` may be missing if only its gradients are
+  // required.
   std::vector<Tensor> run(const OptionalTensor& weight, const OptionalTensor& up_weight,
                           const OptionalTensor& second_weight, Tensor gate, OptionalTensor up, bool in_place) {
     if (needs.up_alone()) {
@@ -238,7 +237,7 @@ class Backward {
     differentiate(weight, up_weight, second_weight, gate, up, true, needs(kSecondWeight) && !kept);
   }
 
-  // `makes_values`: the hidden values, for the gradient of the second weight.
+  // `makes_values`: also computes the hidden values, for the gradient of the second weight.
   void differentiate(const OptionalTensor& weight, const OptionalTensor& up_weight, const OptionalTensor& second_weight,
                      Tensor gate, OptionalTensor up, bool in_place, bool makes_values) {
     const auto [gate_rows, up_rows] = parts(flat(gate), up ? OptionalTensor(flat(*up)) : std::nullopt);
@@ -316,7 +315,7 @@ class Backward {
     if (up && needs(kUpWeight) && !batched) add_found(kUpWeight, of_weight(*dup, kUpWeight));
   }
 
-  // The gradients of up's weight and bias, for which its values are not needed.
+  // The gradients of up's weight and bias, which do not need its values.
   void differentiate_up(const OptionalTensor& second_weight, const Tensor& gate, bool in_place) {
     const Tensor gate_rows = flat(gate);
     Tensor dvalues = grad_, dup = gate_rows;
@@ -333,7 +332,7 @@ class Backward {
     if (needs(kUpBias)) add_found(kUpBias, of_bias(dup));
   }
 
-  // Gate and up, of matrices of each or of one that holds both.
+  // Gate and up, from a matrix each or from one that holds both.
   std::pair<Tensor, OptionalTensor> parts(const Tensor& gate, const OptionalTensor& up) const {
     if (!up_first_) return {gate, up};
     return halves_of(gate, gate.size(0), *up_first_);
@@ -345,7 +344,7 @@ class Backward {
     return matrix_view(dense, {grad_.size(0), cols}, {cols, 1});
   }
 
-  // Makes room for the gradient of x, of so many features.
+  // Allocates the gradient of x, with this number of features.
   void make_input_gradient(int64_t in) {
     const auto of_result = result_grad_.sizes();
     std::vector<int64_t> sizes(of_result.begin(), of_result.end());
@@ -358,7 +357,7 @@ class Backward {
     found_[kX] = dx;
   }
 
-  // Runs mm or add_mm for dx (+)= grad weight. torch's GEMMs take an output whose rows have adjacent elements.
+  // Runs mm or add_mm for dx (+)= grad weight. torch's GEMMs need an output whose rows have adjacent elements.
   template <typename Gemm>
   void add_to_input(const Tensor& grad, const Tensor& weight, Gemm gemm) const {
     if (dx_rows_->stride(1) != 1) {
@@ -368,9 +367,9 @@ class Backward {
     }
   }
 
-  // True if the gradients of gate's and up's weights are made as one batch. It needs the gradients of gate and up at
-  // the same time, beside those of all weights, which must not be more memory than eager's six matrices [rows, hidden]
-  // beside the gradient of one weight.
+  // True if the gradients of gate's and up's weights are one batch. It needs the gradients of gate and up at the same
+  // time as those of all weights, which must not take more memory than eager's six matrices [rows, hidden] and the
+  // gradient of one weight.
   bool batches(int64_t out, int64_t in) const {
     return sums_ == nullptr && grad_.size(0) * (4 * out - in) >= 2 * out * in && !needs.by_column(kWeight) &&
            !needs.by_column(kUpWeight) && Backend::batches(grad_, out, in);
@@ -382,7 +381,7 @@ class Backward {
     return of_weight(grad_, values, weight.stride(1) != 1 || weight.stride(0) != weight.size(1));
   }
 
-  // grad^T x in the layout that autograd gives it: row by row for a weight without gaps, else column by column.
+  // grad^T x in the layout that autograd gives it: row-major for a weight without gaps, else column-major.
   Tensor of_weight(const Tensor& grad, const Tensor& x, bool by_column) const {
     const int64_t out = grad.size(1), in = x.size(1);
     if (by_column) {
@@ -397,7 +396,7 @@ class Backward {
 
   Tensor of_bias(const Tensor& grad) const { return Backend::column_sums(grad, sums_dtype()); }
 
-  // A gradient that is a term of a sum is float32. Others have the dtype of their operand, for which nothing is said.
+  // A gradient that is a term of a sum is float32. Others have the dtype of their operand, which is the default.
   std::optional<torch::headeronly::ScalarType> sums_dtype() const {
     return sums_ == nullptr ? std::nullopt : std::optional(torch::headeronly::ScalarType::Float);
   }
@@ -416,14 +415,14 @@ class Backward {
     return torch::stable::copy_(result, sum);
   }
 
-  // Frees the memory of a tensor that others still refer to, and do not read: autograd, until the op returns.
+  // Frees the memory of a tensor to which others still refer without reading it: autograd, until the op returns.
   static void release(const Tensor& tensor) {
     std::array<StableIValue, 2> stack{torch::stable::detail::from(tensor), torch::stable::detail::from(int64_t{0})};
     TORCH_ERROR_CODE_CHECK(
         torch_call_dispatcher("inductor::resize_storage_bytes_", "", stack.data(), TORCH_ABI_VERSION));
   }
 
-  // Those asked for, in the order of the operands.
+  // The required gradients, in the order of the operands.
   std::vector<Tensor> results() const {
     std::vector<Tensor> wanted;
     for (int operand = 0; operand < kOperands; ++operand) {
@@ -432,17 +431,17 @@ class Backward {
     return wanted;
   }
 
-  const Tensor result_grad_, grad_;  // as it comes in, and as a matrix
+  const Tensor result_grad_, grad_;  // the given tensor, and its matrix
   const OptionalTensor x_;
   const std::optional<bool> up_first_;
   const int64_t activation_;
   const Needs needs;
   OptionalTensor found_[kOperands];
   OptionalTensor dx_rows_;          // the gradient of x as a matrix
-  OptionalTensor* sums_ = nullptr;  // in float32, of a block of rows: what is found is added to them
+  OptionalTensor* sums_ = nullptr;  // in float32; the results of a block of rows are added to them
 };
 
-// `gate` is what a forward has kept, or null; `up` as well. All operands are there where there is no gate.
+// `gate` and `up` are values that a forward has kept, or null. Without `gate` all operands must exist.
 template <typename Backend>
 std::vector<Tensor> gradients(const Tensor& grad, const OptionalTensor& x, const OptionalTensor& weight,
                               const OptionalTensor& up_weight, const OptionalTensor& second_weight,

@@ -13,13 +13,13 @@
 #include "../operands/operands.h"
 #include "torch_gemm.h"
 
-// The places of results of elementwise operations in memory, and the order in which the pointwise kernels walk tensors.
+// The layout of results of elementwise operations in memory, and the order in which the pointwise kernels walk tensors.
 namespace fused_mlp {
 
 using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
 using Strides = std::vector<int64_t>;
 
-// The strides that torch gives to the results of its elementwise operations on operands of one shape (its
+// The strides that torch gives to the results of its elementwise operations on operands of the same shape (its
 // TensorIterator); fused_mlp/backends/strides.py has the same rules for shapes without data.
 class StrideRules {
  public:
@@ -75,7 +75,7 @@ class StrideRules {
 
   int64_t dims() const { return static_cast<int64_t>(sizes_.size()); }
 
-  // `short_cut`: the one that torch takes where there is no number among the operands.
+  // `short_cut`: the fast path of torch if no operand is a number.
   Strides result(Operands operands, bool short_cut) const {
     const auto all = [&](auto&& predicate) {
       return std::all_of(operands.begin(), operands.end(), [&](const Strides* each) { return predicate(*each); });
@@ -102,7 +102,7 @@ class StrideRules {
     return order;
   }
 
-  // True if the elements follow each other without gaps, the first dimension of `order` fastest.
+  // True if the elements are contiguous, with the first dimension of `order` fastest.
   bool lies_as(const Strides& x, const Strides& order) const {
     if (std::find(sizes_.begin(), sizes_.end(), 0) != sizes_.end()) return true;
     int64_t expected = 1;
@@ -124,8 +124,9 @@ class StrideRules {
     return strides;
   }
 
-  // The dimensions, fastest first. The first operand that tells two dimensions apart decides on them. This is an
-  // insertion sort, as in torch, since the comparison may leave two dimensions undecided that it tells from a third.
+  // The dimensions, fastest first. The first operand that distinguishes two dimensions decides their order. This is an
+  // insertion sort, as in torch, because the comparison may leave two dimensions undecided that it distinguishes from a
+  // third.
   Strides sorted(Operands operands) const {
     Strides order = row_major();
     const auto slower = [&](int64_t a, int64_t b) {
@@ -171,8 +172,8 @@ inline std::pair<Strides, Strides> gradient_strides(int64_t activation, const Te
       .gradients(static_cast<Activation>(activation), strides_of(grad), strides_of(gate), strides_of(up));
 }
 
-// Tensors of one shape as matrices whose elements correspond, in the order of a dense result, with as few rows as the
-// strides admit. It holds a copy of each tensor that lies in another order or has gaps between the elements of a row.
+// Tensors of the same shape as matrices whose elements correspond, in the order of a dense result, with as few rows as
+// the strides permit. It holds a copy of each tensor that has another order or gaps between the elements of a row.
 class Walk {
  public:
   int64_t rows = 1;
@@ -213,7 +214,7 @@ class Walk {
 
  private:
   struct Rows {
-    int64_t cols;    // the columns of adjacent elements; 0 where the rows are not evenly spaced
+    int64_t cols;    // the columns of adjacent elements; 0 if the rows are not evenly spaced
     int64_t stride;  // from row to row
   };
 

@@ -5,16 +5,16 @@
 // The norms and scales of a block, on an MLP's input and its result, for the kernels of every backend.
 namespace fused_mlp {
 
-// The codes of the ops. kRmsOfOneMore, kLayerOfOneMore: RMSNorm or LayerNorm whose weight is stored less 1; kScale: the
-// weight alone, no norm.
+// The codes of the ops. kRmsOfOneMore, kLayerOfOneMore: RMSNorm or LayerNorm whose weight is stored minus 1; kScale:
+// multiplies by the weight, without a norm.
 enum class NormKind { kNone, kLayer, kRms, kRmsOfOneMore, kScale, kLayerOfOneMore };
 
 // kNone: norm(x); kNormed: norm(residual + factor * x); kAdded: residual + factor * norm(x)
 enum class Residual { kNone, kNormed, kAdded };
 
-// A weight or a bias: a value for each feature, or null where there is none. Where `stride` is 0, all rows share these
-// values. Else each group of `rows` rows has its own, `stride` elements behind those of the group before. `wide`: the
-// values are of float32, and the rows of 16 bits.
+// A weight or a bias: a value per feature, or null if there is none. If `stride` is 0, all rows share these values.
+// Otherwise each group of `rows` rows has its own, `stride` elements after those of the group before. `wide`: the
+// values are float32, and the rows 16-bit.
 struct Features {
   const void* data;
   int64_t rows, stride;
@@ -22,8 +22,8 @@ struct Features {
 };
 inline constexpr Features kNoFeatures{nullptr, 1, 0, false};
 
-// No weight stands for ones, no bias for zeros. `rounded`: what is normed is rounded before the weight, as where a
-// module's code casts it first.
+// Without a weight it is one, without a bias zero. `rounded`: the normalised value is rounded before it is multiplied
+// by the weight, for modules whose code casts it first.
 struct Norm {
   NormKind kind;
   Features weight, bias;

@@ -12,7 +12,7 @@
 #include "../torch_binding.h"
 #include "norm.h"
 
-// A norm by itself, or of a sum, forward and backward, by a backend's kernels.
+// A single norm, or a norm of a sum, forward and backward, by a backend's kernels.
 namespace fused_mlp {
 
 // Bits of `needs`.
@@ -60,8 +60,8 @@ std::tuple<Tensor, Tensor> normed(const Tensor& x, const BlockNorm& given, bool 
   return {y, statistics};
 }
 
-// Backend::kSums: whether there are sums behind a dropout, and their gradients.
-// Backend::drop(x, p): x behind torch's dropout, and the mask
+// Backend::kSums: whether sums after a dropout, and their gradients, are supported.
+// Backend::drop(x, p): x after torch's dropout, and the mask
 // Backend::sum_norm(rows of x, of the residual, norm, sum, y, statistics): sum may be x
 template <typename Backend>
 std::vector<Tensor> sum_normed(const Tensor& x, const Tensor& residual, const BlockNorm& given, double dropout) {
@@ -82,13 +82,13 @@ std::vector<Tensor> sum_normed(const Tensor& x, const Tensor& residual, const Bl
   return {y, sum, statistics, *kept};
 }
 
-// The gradients that are asked for, in the order of their bits.
+// The required gradients, in the order of their bits.
 struct NormGradientsOf {
   OptionalTensor x, weight, bias, dropped, dropped_bias;
 };
 
-// Backend::gradients(rows of x, of grad, of the residual's gradient or null, norm, statistics, mask, dropout, those
-//                    that are asked for)
+// Backend::gradients(rows of x, of grad, of the residual's gradient or null, norm, statistics, mask, dropout, the
+// required gradients)
 template <typename Backend>
 std::vector<Tensor> norm_gradients(const Tensor& grad, const Tensor& x, const OptionalTensor& weight,
                                    const Tensor& statistics, const OptionalTensor& residual_grad,

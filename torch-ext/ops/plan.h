@@ -5,11 +5,11 @@
 #include <iterator>
 #include <string>
 
-// The way a call would be computed, as a record: `explain` is made from it. backends/native.py reads the record and has
-// the words for it.
+// A record of how a call would be computed, from which `explain` is made. backends/native.py reads the record and puts
+// it into words.
 namespace fused_mlp {
 
-// The reason why a layer is computed by torch's GEMM, and not by a kernel that applies its whole epilogue.
+// The reason why torch's GEMM computes a layer, and not a kernel that applies its whole epilogue.
 enum class Refusal {
   kNone,
   kGpu,

@@ -1,4 +1,4 @@
-// The ops of layers with quantised weights, whose operands are checked here for all backends.
+// The ops for layers with quantised weights; their operands are checked here for all backends.
 #include "quantized.h"
 
 namespace fused_mlp {

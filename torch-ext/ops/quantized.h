@@ -10,33 +10,33 @@
 #include "../operands/packed.h"
 #include "../torch_binding.h"
 
-// Quantised weights as their libraries hold them: the operands of the ops, and their checks.
+// Quantised weights as their libraries store them: the operands of the ops, and their checks.
 namespace fused_mlp {
 
-// A weight [n, k] of one of these formats.
+// A weight [n, k] in one of these formats.
 //
-// FP8, int8 and int4: data is e4m3; int8; or bytes, where element i of a row, whose k is even, is the low half of byte
-// i / 2 where i is even, and else the high one. Scales are float32, one for each block of block_rows x block elements,
-// row by row; those of int8 are divided by nested_block. The last bits of those of int4 are no part of them, but the
-// zero point of the block, 0 to 16: an element stands for its bits less that.
+// FP8, int8 and int4: data is e4m3; int8; or bytes in which element i of a row, whose k is even, is the low half of
+// byte i / 2 if i is even, and otherwise the high half. Scales are float32, one for each block of block_rows x block
+// elements, row by row; those of int8 are divided by nested_block. The last bits of an int4 scale are not part of it,
+// but are the zero point of the block, 0 to 16, which is subtracted from the elements' bits.
 //
-// Int4 in tiles: data is int32 [n / 8][nested_block / 128][32][4], n rounded up, nested_block being k with the columns
-// that fill it up: the operand b of mma.m16n8k16 in the registers of each lane. Half bytes 0 to 3 of word j of lane t
-// are columns 32 j + 2 (t % 4) + {0, 8, 16, 24} of row t / 4, and 4 to 7 the columns behind these. An element of code c
-// is (c - 8) * scale + zero, of bfloat16 pairs scales[nested_block / block][n][2].
+// Int4 in tiles: data is int32 [n / 8][nested_block / 128][32][4], with n rounded up; nested_block is k with the
+// columns that pad it. This is operand b of mma.m16n8k16 in the registers of each lane. Half bytes 0 to 3 of word j of
+// lane t are columns 32 j + 2 (t % 4) + {0, 8, 16, 24} of row t / 4, and 4 to 7 the columns after these. An element
+// with code c is (c - 8) * scale + zero, from bfloat16 pairs scales[nested_block / block][n][2].
 //
-// 4 bits: element i, counted through the rows, is the high half of byte i / 2 where i is even, and else the low one. It
-// is decoded as (code[c] * scale) rounded to a dtype, and belongs to block i / block; block_rows is 1. A block's scale
-// is its element of `scales`, or where these are nested, of 8 bits:
+// 4 bits: element i, counted through the rows, is the high half of byte i / 2 if i is even, and otherwise the low half.
+// It is decoded as (code[c] * scale) rounded to a dtype, and belongs to block i / block; block_rows is 1. A block's
+// scale is its element of `scales`, or, if these are nested 8-bit codes:
 // nested_code[scales[b]] * nested_scales[b / nested_block] + offset.
 struct QuantizedWeight {
   Tensor data, scales;
   OptionalTensor code, nested_scales, nested_code;
-  PackedWeight packed;  // the same without these
+  PackedWeight packed;  // the same without tensors
 
   static constexpr int kOperands = 5, kSizes = 5;
 
-  // That of place `i` in lists of all operands, of all sizes and of all offsets.
+  // The weight at position `i` in lists of all operands, of all sizes and of all offsets.
   QuantizedWeight(const std::vector<OptionalTensor>& operands, const std::vector<int64_t>& sizes, double offset,
                   size_t i)
       : data(required(operands, i, 0, "data")),
@@ -131,8 +131,8 @@ struct QuantizedLayer {
   OptionalTensor bias;  // adjacent elements
 };
 
-// The layers of a call by the lists that the ops are given: the first, or gate and up where `gated`, and the second of
-// an MLP where there is one.
+// The layers of a call, from the lists that the ops receive: the first, or gate and up if `gated`, and the second of an
+// MLP if there is one.
 struct QuantizedLayers {
   std::vector<QuantizedLayer> all;
   bool gated;
@@ -168,7 +168,7 @@ struct QuantizedLayers {
   const QuantizedLayer* second() const { return all.size() > (gated ? 2 : 1) ? &all.back() : nullptr; }
 };
 
-// By a backend: a weight as a tensor [n, k] on the device of `like`, and the layers of a call.
+// Implemented by a backend: a weight as a tensor [n, k] on the device of `like`, and the layers of a call.
 Tensor decoded(const PackedWeight& weight, const Tensor& like, torch::headeronly::ScalarType dtype);
 Tensor run_quantized(const Tensor& x, const QuantizedLayers& layers, int64_t activation);
 

@@ -7,7 +7,7 @@
 #include "../torch_binding.h"
 #include "norm.h"
 
-// The block that an MLP is part of, by a backend's layers and its norms.
+// The block around an MLP, by a backend's layers and norms.
 namespace fused_mlp {
 
 inline Tensor dense(const Tensor& source) {
@@ -22,7 +22,7 @@ inline bool is_same(const Tensor& a, const Tensor& b) {
   return a.const_data_ptr() == b.const_data_ptr() && std::equal(strides.begin(), strides.end(), others.begin());
 }
 
-// Backend::norm(x, residual, norm, out): of rows, out may be x; residual is kNoMatrix where `norm` has none.
+// Backend::norm(x, residual, norm, out): for rows; out may be x; residual is kNoMatrix if `norm` has none.
 template <typename Backend>
 void norm_rows(const Tensor& x, const Tensor* residual, const BlockNorm& given, Residual place, double factor,
                const Tensor& out) {

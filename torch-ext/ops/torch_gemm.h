@@ -10,17 +10,17 @@
 #include "../operands/tensor_rows.h"
 #include "../torch_binding.h"
 
-// torch's GEMMs, called without its dispatcher, which takes more time than a small product does.
+// torch's GEMMs, called without its dispatcher, which takes more time than a small product.
 namespace fused_mlp {
 
 using TorchMm = AOTITorchError(AtenTensorHandle out, AtenTensorHandle a, AtenTensorHandle b);
 using TorchAddmm = AOTITorchError(AtenTensorHandle out, AtenTensorHandle bias, AtenTensorHandle a, AtenTensorHandle b,
                                   double beta, double alpha);
 
-// Matrices and the weights [k, n] that they are multiplied by, whose products are added up.
+// Matrices and their weights [k, n], whose products are added up.
 using Products = std::vector<std::pair<Tensor, Tensor>>;
 
-// A view of the memory of `tensor` that begins at its first element, or `offset` elements behind it.
+// A view of the memory of `tensor` that starts at its first element, or `offset` elements after it.
 template <typename Sizes>
 Tensor view_of(const Tensor& tensor, const Sizes& sizes, const Sizes& strides, int64_t offset = 0) {
   AtenTensorHandle view = nullptr;

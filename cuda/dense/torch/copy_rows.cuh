@@ -8,8 +8,8 @@ namespace fused_mlp {
 
 constexpr int kCopyThreads = 128, kCopyWidth = 8;
 
-// A CTA writes a row in vectors of 16 bytes. Reads of two bytes each fill them: neighbouring threads find theirs in the
-// same lines of the L1 cache, however the two rows lie to one another.
+// A CTA writes a row in 16-byte vectors, which are filled by two-byte reads: neighbouring threads read from the same L1
+// cache lines, whatever the alignment of the two rows.
 inline __global__ void copy_rows_kernel(RowsCopy copy) {
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kCopyThreads + threadIdx.x;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kCopyThreads;
@@ -17,7 +17,7 @@ inline __global__ void copy_rows_kernel(RowsCopy copy) {
     const auto* from = static_cast<const uint16_t*>(copy.from.data) + row * copy.from.row_stride;
     auto* to = static_cast<uint16_t*>(copy.to.data) + row * copy.to.row_stride;
     const int64_t readable = row < copy.from_rows ? copy.from_columns : 0;
-    // Vector 0 ends at the first boundary of 16 bytes behind the row's beginning, and most of it is not of this row.
+    // Vector 0 ends at the first 16-byte boundary after the row's start, and most of it lies outside this row.
     const int64_t lead = (16 - reinterpret_cast<uintptr_t>(to) % 16) / sizeof(uint16_t);
     for (int64_t begin = lead + (first - 1) * kCopyWidth; begin < copy.columns; begin += step * kCopyWidth) {
       alignas(16) uint16_t values[kCopyWidth];

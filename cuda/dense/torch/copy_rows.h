@@ -6,8 +6,8 @@
 
 namespace fused_mlp {
 
-// Copies a matrix of elements of two bytes into another of other sizes. What `from` does not have becomes 0, what `to`
-// does not have is left out.
+// Copies a matrix of two-byte elements into another of a different size. Elements missing in `from` become 0, and
+// elements outside `to` are dropped.
 struct RowsCopy {
   Matrix from;
   int64_t from_rows, from_columns;

@@ -16,7 +16,7 @@ using torch::headeronly::ScalarType;
 
 int64_t in_vectors(int64_t size) { return ceil_div(size, kVectorOfHalves) * kVectorOfHalves; }
 
-// A matrix by the lines of adjacent elements that it has in memory, its rows or its columns.
+// A matrix in terms of its contiguous lines, which are its rows or its columns.
 struct Lines {
   Tensor matrix;
   bool are_columns;
@@ -46,7 +46,7 @@ struct Lines {
     const Tensor made = are_columns ? new_dense(matrix, {columns, rows}) : new_dense(matrix, {rows, columns});
     return are_columns ? transposed(made) : made;
   }
-  // The matrix, or a copy with zeros behind its rows and columns.
+  // The matrix, or a copy with zeros after its rows and columns.
   Tensor padded(int64_t rows, int64_t columns) const {
     const Tensor made = memory_for(rows, columns);
     if (!fits(rows, columns)) copy_to(Lines(made));
@@ -74,7 +74,7 @@ struct Product {
 
   int64_t padded_m(int64_t rows) const { return a.are_columns ? in_vectors(rows) : rows; }
 
-  // Bytes that copies of operands read and write.
+  // The bytes that copying the operands reads and writes.
   double copied_bytes() const {
     constexpr double kReadAndWritten = 2.0 * sizeof(uint16_t);
     double elements = 0.0;
@@ -84,8 +84,8 @@ struct Product {
     return kReadAndWritten * elements;
   }
 
-  // True if copies take less time than they save. Measured on an H200, whose rates these are, in operations and bytes a
-  // microsecond; elsewhere nothing was.
+  // True if copies take less time than they save. Measured only on an H200, with its rates in operations and bytes per
+  // microsecond.
   bool gains_by_padding() const {
     constexpr double kOddRate = 95e6, kEvenRate = 230e6, kRate = 650e6, kCopyRate = 2.5e6;
     constexpr double kSurely = 0.9, kLaunches = 10.0;
@@ -102,7 +102,7 @@ struct Product {
     return kSurely * saved > operations / kRate + copies / kCopyRate + kLaunches;
   }
 
-  // So many rows at once that copies of them are small.
+  // The number of rows of a block, so that copies of them are small.
   int64_t rows_of_a_block() const {
     constexpr int64_t kElements = (int64_t{1} << 27) / sizeof(uint16_t), kLeastRows = 1024;
     const int64_t row = (out.fits(m, padded_n) ? 0 : padded_n) + (a.fits(padded_m(m), padded_k) ? 0 : padded_k);

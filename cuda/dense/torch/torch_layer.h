@@ -1,21 +1,21 @@
-// A layer by torch's GEMMs, and by a pointwise kernel where these have no epilogue for its activation.
+// A layer by torch's GEMMs, and by a pointwise kernel if they have no epilogue for its activation.
 #pragma once
 
 #include "../layer.h"
 
 namespace fused_mlp {
 
-// True if torch's GEMM can do the whole layer: cuBLASLt adds a bias and applies tanh-GELU in its epilogue. In float32
-// the activation is left to the pointwise kernel, and where there are no input features torch does not apply it.
-// If rows are not whole vectors of 16 bytes, cuBLASLt's kernel with that epilogue takes up to 3.5 times as long as
-// the one without (measured on an H200). cuBLASLt has ReLU too, but does not document that a NaN passes through it.
+// True if torch's GEMM can compute the whole layer: cuBLASLt adds a bias and applies tanh-GELU in its epilogue. In
+// float32 the pointwise kernel applies the activation, and without input features torch does not apply it at all. If
+// rows are not whole vectors of 16 bytes, cuBLASLt's kernel with that epilogue takes up to 3.5 times as long as the one
+// without (measured on an H200). cuBLASLt has ReLU too, but does not document that a NaN passes through it.
 bool torch_has_epilogue(const Matrix& x, const Layer& layer);
 
 // Computes a layer of x [rows, in]: [rows, n].
 Tensor torch_layer(const Tensor& x, const Layer& layer);
 
-// The same into out, whose rows follow one another, of a layer without such an epilogue: torch cannot be given the
-// result of one.
+// The same into `out`, whose rows are adjacent, for a layer without such an epilogue: torch's GEMM with the epilogue
+// cannot write into a given tensor.
 void torch_layer_into(const Tensor& out, const Tensor& x, const Layer& layer);
 
 // x weight^T + bias by torch's GEMM.

@@ -1,4 +1,4 @@
-// The kernels' view of which token chose which expert.
+// How the kernels read which token chose which expert.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -8,7 +8,7 @@
 
 namespace fused_mlp {
 
-// Calls visit with the index as a pointer to the integers that it is made of.
+// Calls visit with the index as a pointer to its integer type.
 template <typename Visit>
 __device__ __forceinline__ void visit_index(const Routes& routes, Visit&& visit) {
   switch (routes.index_bytes) {
@@ -23,12 +23,12 @@ __device__ __forceinline__ void visit_index(const Routes& routes, Visit&& visit)
   }
 }
 
-// The expert that an integer of the index names; -1 where it is skipped.
+// The expert that an integer of the index names; -1 if it is skipped.
 __device__ __forceinline__ int expert_named(const Routes& routes, int64_t number) {
   return 0 <= number && number < routes.experts ? static_cast<int>(number) : -1;
 }
 
-// The expert of a slot, likewise.
+// The expert of a slot; -1 if it is skipped.
 __device__ __forceinline__ int expert_of(const Routes& routes, int slot) {
   int64_t number = -1;
   visit_index(routes, [&](const auto* index) { number = __ldg(index + slot); });
@@ -49,7 +49,7 @@ __device__ __forceinline__ float weight_of(const void* weights, WeightType type,
   }
 }
 
-// The sum of a warp's values up to this lane's.
+// The prefix sum of a warp's values, up to and including this lane's.
 __device__ __forceinline__ int sum_of_lanes(int value) {
   for (int distance = 1; distance < 32; distance *= 2) {
     const int others = __shfl_up_sync(0xFFFFFFFF, value, distance);

@@ -1,4 +1,4 @@
-// Launches what stands before and behind the products of experts, whichever architecture computes these.
+// Launches the kernels before and after the experts' products, for any architecture.
 #include <algorithm>
 
 #include "../../gemm/experts.h"

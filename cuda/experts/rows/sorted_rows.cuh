@@ -1,5 +1,5 @@
-// Sorts rows by their experts, for the GEMMs of groups: an expert's rows fill blocks of their own, so that no tile has
-// rows of two. One launch: every CTA counts the whole index, and copies the rows of its part of it.
+// Sorts rows by their experts, for the grouped GEMMs: an expert's rows fill blocks of their own, so that no tile has
+// rows of two experts. It takes one launch: every CTA counts the whole index, and copies the rows of its part of it.
 #pragma once
 
 #include "../../overlap.cuh"
@@ -8,18 +8,19 @@
 namespace fused_mlp {
 
 constexpr int kSortThreads = 1024;
-constexpr int kSortSlots = 128;  // whose rows a CTA copies at a time, at most
+constexpr int kSortSlots = 128;  // maximum number of slots whose rows a CTA copies at a time
 constexpr int kSortLoads = 8;    // slots that a thread loads at once to count them
-constexpr int kSortChunks = 4;   // pieces of 16 bytes of a row that a thread copies at once
+constexpr int kSortChunks = 4;   // 16-byte chunks of a row that a thread copies at once
 
 struct SortedRows {
-  int next[kMaxGroupedExperts];   // at first an expert's slots before the CTA's part, then the row of its next slot
-  int rest[kMaxGroupedExperts];   // its other slots
-  int first[kMaxGroupedExperts];  // row
+  int next[kMaxGroupedExperts];   // first an expert's slots before the CTA's part, then the row of its next slot
+  int rest[kMaxGroupedExperts];   // the expert's other slots
+  int first[kMaxGroupedExperts];  // the expert's first row
   int rows[kSortSlots];
 };
 
-// Counts every expert's slots, those before `begin` apart. A thread's loads wait together.
+// Counts every expert's slots; those before `begin` are counted separately. All loads of a thread are in flight
+// together.
 template <typename Index>
 __device__ __forceinline__ void count_slots(const Routes& routes, const Index* index, SortedRows& sorted, int begin) {
   const int slots = routes.slots();
@@ -39,7 +40,8 @@ __device__ __forceinline__ void count_slots(const Routes& routes, const Index* i
   }
 }
 
-// By a warp whose lanes have a slot each, in their order: the next row of each one's expert. Not where expert is -1.
+// For a warp whose lanes have one slot each, in order: returns the next row of each lane's expert. Lanes with expert -1
+// get none.
 __device__ __forceinline__ int take_rows(int* next, int expert) {
   const unsigned alike = __match_any_sync(0xFFFFFFFF, expert);
   const int before = __popc(alike & ((1u << threadIdx.x % 32) - 1));
@@ -50,8 +52,8 @@ __device__ __forceinline__ int take_rows(int* next, int expert) {
   return first + before;
 }
 
-// Cuts an expert's rows into tiles. The higher ones are the first of them or the last, in turns: CTAs that take every
-// other tile have as much to do as the others.
+// Divides an expert's rows into tiles. The taller tiles alternate between the first and the last ones, so that CTAs
+// that take every other tile have equal work.
 __device__ __forceinline__ void cut_tiles(FittedTile* tiles, int expert, int first_row, int rows, int first,
                                           int count) {
   const int end = first_row + rows;
@@ -64,8 +66,8 @@ __device__ __forceinline__ void cut_tiles(FittedTile* tiles, int expert, int fir
   }
 }
 
-// By one warp: turns counts before the CTA's part into rows, the others into all, and has one CTA write down the
-// blocks.
+// Called by one warp: turns counts before the CTA's part into rows and the other counts into totals, and has one CTA
+// write the list of blocks.
 __device__ __forceinline__ void place_experts(const RowSort& args, SortedRows& sorted) {
   const int block_rows = args.block_rows;
   int blocks = 0, tiles = 0;
@@ -101,7 +103,7 @@ __device__ __forceinline__ void place_experts(const RowSort& args, SortedRows& s
   }
 }
 
-// Copies the rows of the slots of a part. A warp reads a token's row once, kSortChunks columns of it for each lane, and
+// Copies the rows of the slots of a part. A warp reads a token's row once, kSortChunks columns of it per lane, and
 // writes it for each of its slots.
 __device__ __forceinline__ void copy_rows(const RowSort& args, const SortedRows& sorted, int begin, int end) {
   const int top_k = args.routes.top_k;
@@ -130,12 +132,12 @@ __device__ __forceinline__ void copy_rows(const RowSort& args, const SortedRows&
   }
 }
 
-// Every CTA does a few experts: writes down their rows, and for training sets to zero what follows these.
+// Every CTA handles a few experts: it records their rows, and for training zeroes the rows that follow.
 __device__ __forceinline__ void pad_experts(const RowSort& args, const SortedRows& sorted) {
   for (int expert = blockIdx.x; expert < args.routes.experts; expert += gridDim.x) {
     const int first = sorted.first[expert], count = sorted.rest[expert];
     if (threadIdx.x == 0 && args.rows != nullptr) args.rows[expert] = {first, count};
-    if (args.token_of_row != nullptr && threadIdx.x < args.block_rows) {  // rows that are not filled have any token
+    if (args.token_of_row != nullptr && threadIdx.x < args.block_rows) {  // rows that are not filled get any token
       const int row = first + count + static_cast<int>(threadIdx.x);
       if (row < first + (count + args.block_rows - 1) / args.block_rows * args.block_rows) args.token_of_row[row] = 0;
     }
@@ -168,7 +170,7 @@ __global__ void __launch_bounds__(kSortThreads) sorted_rows_kernel(const __grid_
 
   for (int part = begin; part < end; part += args.part) {
     const int count = min(args.part, end - part);
-    __syncthreads();  // the rows of the last part are read
+    __syncthreads();  // the rows of the last part have been read
     if (threadIdx.x < 32) {
       for (int i = static_cast<int>(threadIdx.x); i < args.part; i += 32) {
         const int expert = i < count ? expert_of(args.routes, part + i) : -1;

@@ -1,6 +1,6 @@
-// A CTA copies a box of 16 groups, 16 rows and 16 columns at a time, through shared memory: it reads and writes along
-// whichever dimension lies together, whole sectors. A thread has a place along that dimension and along another, and
-// goes through the third, so that its addresses are a step apart and its loads wait together.
+// A CTA copies a box of 16 groups, 16 rows and 16 columns at a time through shared memory. It reads and writes whole
+// sectors along the contiguous dimension. A thread has a fixed position along that dimension and another one, and
+// iterates over the third, so its addresses have a constant step and its loads are in flight together.
 #pragma once
 
 #include <type_traits>
@@ -14,7 +14,7 @@ constexpr int kCopyBox = 16, kCopyThreads = kCopyBox * kCopyBox;
 
 struct CopyBox {
   float values[kCopyBox][kCopyBox + 1][kCopyBox + 1];  // groups, rows, columns
-  int64_t sources[kCopyBox];                           // where the groups begin that are read, in elements
+  int64_t sources[kCopyBox];                           // start of the groups that are read, in elements
 };
 
 // The first group, row and column of a box.
@@ -26,9 +26,8 @@ __device__ __forceinline__ int dimension_together(const Stack& stack) {
   return stack.strides[2] == 1 ? 2 : stack.strides[1] == 1 ? 1 : 0;
 }
 
-// Calls visit(element's offset behind the groups' sources, its value in the box, is it there) for the elements of a
-// thread, where dimension kTogether is the one that lies together. `offset_of_group` is where a group of the box
-// begins.
+// Calls visit(element's offset from the group's source, its value in the box, whether it exists) for the elements of a
+// thread, where dimension kTogether is the contiguous one. `offset_of_group` is where a group of the box begins.
 template <int kTogether, typename OffsetOfGroup, typename Visit>
 __device__ __forceinline__ void walk_box(const Stack& stack, CopyBox& box, const BoxPlace& place, const int (&sizes)[3],
                                          int thread, OffsetOfGroup&& offset_of_group, Visit&& visit) {
@@ -52,7 +51,7 @@ __device__ __forceinline__ void walk_box(const Stack& stack, CopyBox& box, const
   }
 }
 
-// Calls visit(pointer to the elements of a stack, the dimension that lies together as a constant).
+// Calls visit(pointer to the elements of a stack, the contiguous dimension as a constant).
 template <typename Visit>
 __device__ __forceinline__ void visit_stack(const Stack& stack, Visit&& visit) {
   const auto of_type = [&](auto* data) {

@@ -1,5 +1,5 @@
-// Copies of stacks of matrices that change their layout and their dtype: the factors of experts' adapters, which lie as
-// a library keeps them, and their gradients.
+// Copies stacks of matrices with a change of layout and dtype: the factors of experts' adapters, which have a library's
+// layout, and their gradients.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,10 +15,10 @@ struct Stack {
   int64_t strides[3];
 };
 
-// to = scale * from, rounded; past the rows of `from` zeros.
+// to = scale * from, rounded; zeros past the rows of `from`.
 struct StackCopy {
   Stack from, to;
-  int sizes[3];  // of `to`
+  int sizes[3];  // those of `to`
   int from_rows, from_columns;
   float scale;
 };

@@ -1,4 +1,4 @@
-// The gradients of the weights by which a mixture's experts are added up.
+// The gradients of the weights in a mixture's weighted sum.
 #pragma once
 
 #include "routes.cuh"
@@ -7,7 +7,7 @@ namespace fused_mlp {
 
 constexpr int kWeightGradientThreads = 256;
 
-// A warp a slot: its lanes add the parts of the slot's row, and then their sums, in a fixed order.
+// One warp per slot: its lanes add the partial sums of the slot's row, and then their sums, in a fixed order.
 __global__ void __launch_bounds__(kWeightGradientThreads)
     weight_gradient_kernel(const __grid_constant__ WeightGradient args) {
   const int slot = static_cast<int>(blockIdx.x * (kWeightGradientThreads / 32) + threadIdx.x / 32);

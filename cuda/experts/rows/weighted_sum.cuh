@@ -1,4 +1,4 @@
-// The last of the launches that compute the experts of a mixture: adds up, for every token, the rows of its slots.
+// The last of the launches that compute the experts of a mixture: adds up the rows of every token's slots.
 #pragma once
 
 #include "../../gemm/epilogue.cuh"
@@ -9,20 +9,20 @@
 namespace fused_mlp {
 
 constexpr int kSumThreads = 128;
-constexpr int kSumColumns = 8;  // columns that a thread adds up, 16 bytes
-constexpr int kSumTerms = 8;    // that a thread reads at once
-constexpr int kSumCtas = 8;     // CTAs of a multiprocessor, so that enough is read at once
+constexpr int kSumColumns = 8;  // columns that a thread adds up: 16 bytes
+constexpr int kSumTerms = 8;    // terms that a thread reads at once
+constexpr int kSumCtas = 8;     // CTAs per multiprocessor, to keep enough loads in flight
 
 // A term of a token's sum: a row, and its weight.
 struct SumTerm {
-  int row = -1;  // where it is skipped
+  int row = -1;  // -1 if it is skipped
   float weight = 0.0f;
 };
 
 __device__ __forceinline__ SumTerm sum_term(const WeightedSum& sum, int token, int choice) {
   if (choice >= sum.routes.top_k) return {};
   const int slot = token * sum.routes.top_k + choice;
-  // Neither load waits for the other.
+  // The two loads do not wait for each other.
   const float weight = sum.weights == nullptr ? 1.0f : weight_of(sum.weights, sum.type, slot);
   const int row = sum.row_of_slot != nullptr        ? load_fresh(sum.row_of_slot + slot)
                   : expert_of(sum.routes, slot) < 0 ? -1
@@ -33,7 +33,7 @@ __device__ __forceinline__ SumTerm sum_term(const WeightedSum& sum, int token, i
 // The number of warps that share a token's columns.
 __host__ __device__ constexpr int sum_warps(int n) { return (n / kSumColumns + 31) / 32; }
 
-// Each warp has a token: its lanes look up a term each, and then all add the same terms. What is skipped adds zeros.
+// Each warp has a token: each lane looks up one term, and then all lanes add the same terms. Skipped terms add zeros.
 template <typename Element>
 __global__ void __launch_bounds__(kSumThreads, kSumCtas) weighted_sum_kernel(const __grid_constant__ WeightedSum sum) {
   const int warp = static_cast<int>(blockIdx.x) * (kSumThreads / 32) + static_cast<int>(threadIdx.x / 32);
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kSumThreads, kSumCtas) weighted_sum_kernel(con
   const int token = warp / sum_warps(sum.n);
   const int column = (warp % sum_warps(sum.n) * 32 + lane) * kSumColumns;
   const bool exists = token < sum.routes.tokens;
-  // The index of the rows was there before the kernel started that writes them.
+  // The index of the rows existed before the start of the kernel that writes the rows.
   SumTerm mine;
   if (exists) mine = sum_term(sum, token, lane);
   wait_for_previous_kernel();
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kSumThreads, kSumCtas) weighted_sum_kernel(con
 #pragma unroll
     for (int i = 0; i < kSumTerms; ++i) {
       const int row = __shfl_sync(0xFFFFFFFF, mine.row, first % 32 + i);
-      // Not through the cache of what is only read: the rows are written while this kernel starts.
+      // Does not use the read-only cache: the rows may still be written while this kernel starts.
       const auto* from = static_cast<const Element*>(sum.rows) + int64_t{row} * sum.n + column;
       rows[i] = row < 0 || column >= sum.n ? make_uint4(0, 0, 0, 0) : load_once(from, policy);
     }

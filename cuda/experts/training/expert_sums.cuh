@@ -1,5 +1,5 @@
-// The sums of every expert's rows, which are the gradients of its biases. A CTA has some columns of an expert, whole
-// lines of memory; its threads go through the rows in turns and add up their sums in the order of the threads.
+// The sums of every expert's rows, which are the gradients of its biases. A CTA has some columns of an expert, in whole
+// cache lines. Its threads divide the rows among them and add up their sums in the order of the threads.
 #pragma once
 
 #include "../../vector.cuh"

@@ -1,5 +1,6 @@
-// Activation and gate between the two products of experts in training, forward and backward, where no epilogue computes
-// them. A CTA has a row. Memory is what bounds these kernels: gates and ups in turns are parted in registers.
+// Activation and gate between the two products of experts in training, forward and backward, for cases in which no
+// epilogue computes them. A CTA has a row. The kernels are memory-bound, so they deinterleave gates and ups in
+// registers.
 #pragma once
 
 #include "../../gemm/epilogue.cuh"
@@ -8,12 +9,12 @@
 namespace fused_mlp {
 
 constexpr int kGateThreads = 128;
-constexpr int kGateColumns = 8;  // of a thread at a time, 16 bytes
+constexpr int kGateColumns = 8;  // per thread at a time: 16 bytes
 
 template <typename Element>
 using GateVector = Packed<Element, kGateColumns>;
 
-// A row of sorted rows, and its place in its block.
+// A row of the sorted rows, and its position in its block.
 struct GateRow {
   int row, at, filled, expert;
 
@@ -35,12 +36,12 @@ __device__ __forceinline__ GateVector<Element> load_gates(const Element* from) {
   return *reinterpret_cast<const GateVector<Element>*>(from);
 }
 
-// Words of two elements each: the first elements of both, and the second ones.
+// From two words of two elements each: the first elements of both, and the second ones.
 __device__ __forceinline__ uint2 parted(uint32_t first, uint32_t second) {
   return make_uint2(__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632));
 }
 
-// Gates and ups of some columns of a row, and where they lie in it.
+// Gates and ups of some columns of a row, and their positions in it.
 template <typename Element>
 struct GatePair {
   using Vector = GateVector<Element>;
@@ -54,7 +55,7 @@ struct GatePair {
     return args.interleaved ? 2 * column + kGateColumns : args.width + column;
   }
 
-  // Gates and ups in turns to gates beside ups, or the other way round, in both vectors.
+  // Interleaved gates and ups to separate ones, or vice versa, in both vectors.
   template <bool kParts>
   __device__ __forceinline__ void exchange() {
     uint32_t turns[2 * kWords];
@@ -98,7 +99,7 @@ struct GatePair {
   }
 };
 
-// The gradient of a limited value: nothing passes where a limit holds.
+// The gradient of a limited value: zero where a limit holds.
 __device__ __forceinline__ float passed(float gradient, bool is_limited) { return is_limited ? 0.0f : gradient; }
 
 template <typename Element>

@@ -1,4 +1,4 @@
-// Launches the steps of training beside the products of experts.
+// Launches the steps of training between the products of experts.
 #include "expert_sums.cuh"
 #include "gates.cuh"
 

@@ -1,5 +1,5 @@
-// The steps of training beside the products of experts: what is between these where no epilogue does it, and the sums
-// of rows that are the gradients of biases. On the current device.
+// The steps of training between the products of experts: activation and gate, if no epilogue computes them, and the
+// sums of rows that are the gradients of biases. They run on the current device.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,35 +8,36 @@
 
 namespace fused_mlp {
 
-// The hidden values of sorted rows, in blocks of kTiledBlock: act(gate) * up, or act of all where there is no gate.
+// The hidden values of rows sorted into blocks of kTiledBlock: act(gate) * up, or act of everything if there is no
+// gate.
 struct ExpertGates {
   RowBlocks blocks;
   int64_t activation;
-  bool gated, interleaved;  // gates lie before ups, or in turns with them
+  bool gated, interleaved;  // gates and ups are interleaved; otherwise gates come first
   GateLimits limits;
   int width;            // hidden features, a multiple of 8
-  const void* gate_up;  // [rows, width], or [rows, 2 width] where gated: sums before the limits, biases included
+  const void* gate_up;  // [rows, width], or [rows, 2 width] if gated: sums before the limits, biases included
   void* hidden;         // [rows, width]
   DType dtype;
 };
 
-// From the gradient of the hidden values, which leaves out the row's weight: those of `gate_up`, the hidden values
-// times that weight, and the gradient of the weight. Of rows that are not filled zeros are written up to a whole
-// kZeroRows.
+// From the gradient of the hidden values, which does not include the row's weight: the gradients of `gate_up`, the
+// hidden values times that weight, and the gradient of the weight. Rows that are not filled are zeroed up to a multiple
+// of kZeroRows.
 struct ExpertGateGradients {
-  ExpertGates gates;       // whose `hidden` is written
+  ExpertGates gates;       // `hidden` is written
   const void* gradient;    // [rows, width], may be `hidden`
-  void* gate_up_gradient;  // as gate_up, which it may be
+  void* gate_up_gradient;  // like gate_up, and may be gate_up
   const float* row_weights;
   float* row_sums;  // [rows]
-  // The gradient of the result, and the last biases, [rows, features] and [experts, features]: what these add to the
-  // gradient of the weight. Null where there are none.
+  // The gradient of the result, and the last biases, [rows, features] and [experts, features], which contribute to the
+  // gradient of the weight. Null if there are none.
   const void* result_gradient;
   const void* down_bias;
   int features;
 };
 
-// out [experts, columns] = the sums of every expert's rows, times their weights where there are some.
+// out [experts, columns] = the sums of every expert's rows, weighted if there are weights.
 struct ExpertSums {
   const RowRange* ranges;
   int experts;

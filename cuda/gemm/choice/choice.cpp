@@ -1,4 +1,5 @@
-// Which kernel computes a product: one of the GPU's architecture, or torch's GEMM with a pointwise kernel behind it.
+// Decides which kernel computes a product: one of the GPU's architecture, or torch's GEMM and a pointwise kernel after
+// it.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -11,14 +12,14 @@
 namespace fused_mlp {
 namespace {
 
-// The first row that runs on a GPU, and is taken, is the GPU's.
+// A GPU's architecture is the first row that runs on it and is enabled.
 constexpr struct {
   const Architecture* architecture;
-  bool taken;     // by itself; where it is not, its kernels run only where a test forces them
-  bool training;  // likewise its kernels of training
+  bool taken;     // by default; otherwise its kernels run only if a test forces them
+  bool training;  // the same for its kernels of training
 } kArchitectures[] = {
     {&sm90::kArchitecture, true, true},
-    {&sm80::kArchitecture, true, true},  // behind sm90: a Hopper GPU, which can run them, gets those for few rows
+    {&sm80::kArchitecture, true, true},  // after sm90: Hopper GPUs can run it too, and use it for few rows
 };
 
 // The setting of fused_mlp_force_gemms().
@@ -33,8 +34,9 @@ GemmPlan forced_plan(const Architecture& architecture, const GemmProblem& p, con
   return plan;
 }
 
-// The kernel of the least estimated time, of the GPU's architecture and of those beside it. Of two that are estimated
-// alike, the one beside is taken: of a few rows it takes up to a tenth less where the weights are found in L2.
+// The kernel with the lowest estimated time, of the GPU's architecture and of those considered in addition. If
+// estimates are equal, the additional one wins: with few rows it takes up to a tenth less time if the weights are in
+// L2.
 GemmPlan fastest(const Architecture& architecture, const GemmProblem& p, const Gpu& gpu) {
   constexpr double kAlike = 1.005;
   GemmPlan best = architecture.choose(p, gpu);
@@ -48,7 +50,7 @@ GemmPlan fastest(const Architecture& architecture, const GemmProblem& p, const G
   return best;
 }
 
-// True if a product of training is left to torch.
+// True if torch computes a product of training.
 bool leaves_training_to_torch(const Architecture& architecture, Product product) {
   const auto& kernels = architecture.kernels;
   if (std::none_of(kernels.begin(), kernels.end(), [&](const GemmKernel& k) { return k.product == product; })) {
@@ -59,30 +61,31 @@ bool leaves_training_to_torch(const Architecture& architecture, Product product)
                       [&](const auto& row) { return row.architecture == &architecture && row.training; });
 }
 
-// If the CPU launches a product, and not a graph, a call of torch's GEMM keeps it busy for at least 10 us more than
-// a launch of ours. In an eager model whose products are short, the GPU waits for the CPU (measured in models of 15
-// types on an H200). So a product of up to kNeverAwaited microseconds is ours whatever torch's takes, and one of up to
-// kSometimesAwaited where it is estimated to take at most hardly_longer() microseconds more than torch's. That is more
-// in a block, where the CPU also has an attention to launch; of a call alone nobody knows what else there is to launch.
+// If the CPU launches a product itself, not through a graph, a call of torch's GEMM keeps it busy for at least 10 us
+// more than a launch of ours. In an eager model with short products, the GPU waits for the CPU (measured in models of
+// 15 types on an H200). So we use our kernel for any product of up to kNeverAwaited microseconds, however long torch's
+// takes. We use it for products of up to kSometimesAwaited if it is estimated to take at most hardly_longer()
+// microseconds more than torch's. The bounds are higher in a block, where the CPU also has to launch an attention; for
+// a single call it is unknown what else will be launched.
 constexpr double kNeverAwaited = 16.5, kSometimesAwaited = 100.0;
 constexpr double hardly_longer(Launcher launcher) { return launcher == Launcher::kCpuInBlock ? 10.0 : 6.0; }
-// A pair takes the place of two of torch's GEMMs. The CPU takes 250 us at least for a forward and backward: where it
-// launches them, it never waits for those whose pair takes a fifth of that.
+// A pair replaces two of torch's GEMMs. The CPU takes at least 250 us for a forward and backward, so when it launches
+// the kernels itself, it never waits for those whose pair takes a fifth of that.
 constexpr double kLaunchedPairMicroseconds = 50.0;
 
-constexpr int64_t kTorchRows = 33;  // with fewer, products of ours take less time, but for some of few inputs
+constexpr int64_t kTorchRows = 33;  // with fewer, our products take less time, except some with few inputs
 
-// True if torch's GEMM reads the operands of a product of training faster, whatever is estimated. Rows that are not
-// whole lines take our kernels more requests, and rows that are not whole sectors up to twice as many.
+// True if torch's GEMM reads the operands of a product of training faster, whatever the estimates. Rows that are not
+// whole lines need more requests in our kernels, and rows that are not whole sectors up to twice as many.
 bool torch_reads_faster(const GemmProblem& p) {
   if (!rows_fill(p, kSectorBytes)) return p.m >= 64;
-  // The saving of the fused epilogue does not grow with k, the cost of the requests does.
+  // The saving of the fused epilogue does not grow with k; the cost of the requests does.
   constexpr int64_t kManyRows = 256, kLong = 2560;
   return !rows_fill(p, kLineBytes) && p.gated() && p.m >= kManyRows && p.k > kLong;
 }
 
-// By how much our kernels take longer than estimated, next to torch's, where rows are no whole lines or no whole
-// sectors: the longer a row, the more requests it takes. CTAs that share k, and read a part of a row each, lose less.
+// The factor by which our kernels take longer than estimated, relative to torch's, if rows are not whole lines or
+// sectors: the longer a row, the more requests it takes. CTAs that share k each read a part of a row, and lose less.
 // Fitted to 2700 products on an H100 and an H200.
 double broken_rows_factor(const GemmProblem& p, const GemmKernel& kernel) {
   constexpr int64_t kManyRows = 65, kManyGatedRows = 257;
@@ -101,15 +104,15 @@ double arithmetic_microseconds(const GemmProblem& p, const Peak& peak) {
   return 2.0 * products(p) * p.m * p.n * p.k / peak.flops_per_microsecond;
 }
 
-// The time that a product of few columns beside each of torch's GEMMs adds: its results are written, and read again.
+// The time that a low-rank product adds to each of torch's GEMMs: its results are written, and read again.
 double low_rank_microseconds(const GemmProblem& p, const Peak& peak) {
   constexpr double kLaunch = 2.0;
   const int terms = (p.low_rank.k > 0) + (p.low_rank.up_k > 0);
   return terms * (kLaunch + 4.0 * p.m * p.n / peak.bytes_per_microsecond);
 }
 
-// The time that a product of training takes at least where it is composed. It flatters torch's GEMM: ours is taken
-// where it is estimated to take less than that.
+// A lower bound of the time of a product of training composed of torch's kernels. It favours torch's GEMM: ours is used
+// only if it is estimated to take less than that.
 double composed_microseconds(const GemmProblem& p, const Peak& peak) {
   constexpr double kLaunch = 2.0;
   const double bytes = 2.0 * (static_cast<double>(p.m) * (p.k + p.n) + products(p) * p.n * p.k);
@@ -118,27 +121,28 @@ double composed_microseconds(const GemmProblem& p, const Peak& peak) {
   return floor + kLaunch + 2.0 * matrices * p.m * p.n / peak.bytes_per_microsecond + low_rank_microseconds(p, peak);
 }
 
-// Few outputs of a long k take torch's GEMM less time than ours, which splits k among the CTAs of a cluster at most.
+// For few outputs and a long k torch's GEMM takes less time than ours, which can split k only among the CTAs of a
+// cluster.
 bool has_few_outputs_of_long_k(const GemmProblem& p, int64_t long_k) {
   constexpr int64_t kFewOutputs = 256;
   return p.n <= kFewOutputs && p.k > long_k;
 }
 constexpr int64_t kLongK = 10240;
 
-// True if a plain product of more than a few rows is torch's whatever is estimated.
+// True if torch computes a plain product of more than a few rows, whatever the estimates.
 bool is_left_to_torch(const GemmProblem& p, const GemmPlan& plan, const Peak& peak) {
-  // Ours saves little of a long product, or of one with more rows than were measured, where estimates are least sure.
+  // Ours saves little with a long product, or with more rows than were measured, where estimates are least certain.
   constexpr double kLongMicroseconds = 60.0;
   constexpr int64_t kMostRows = 2048;
   if (arithmetic_microseconds(p, peak) > kLongMicroseconds || p.m > kMostRows) return true;
-  // By tiles and behind a kernel that is not ours, it takes 1 to 1.5 us more than behind ours.
+  // A tiled kernel after a kernel that is not ours takes 1 to 1.5 us more than after one of ours.
   if (!p.follows_ours() && plan.kernel.loop == MainLoop::kTiled) return true;
   return has_few_outputs_of_long_k(p, kLongK) || (p.m >= kTorchRows && !rows_fill(p, kSectorBytes));
 }
 
 // True if a product of many rows has fewer tiles of 128 x 128 than two thirds of the multiprocessors, and takes long
-// enough for that to count. torch's GEMM may give each of so few a whole k: it took up to 1.45 times as long as ours
-// (measured on an H200).
+// enough for that to matter. torch's GEMM may compute each of so few tiles with a whole k: it took up to 1.45 times as
+// long as ours (measured on an H200).
 bool has_few_long_tiles(const GemmProblem& p, const GemmPlan& plan, const Gpu& gpu) {
   constexpr int64_t kManyRows = 257, kTile = 128;
   constexpr double kLongMicroseconds = 15.0;
@@ -146,18 +150,18 @@ bool has_few_long_tiles(const GemmProblem& p, const GemmPlan& plan, const Gpu& g
          3 * ceil_div(p.m, kTile) * ceil_div(p.n, kTile) <= 2 * gpu.multiprocessors;
 }
 
-// The part of torch's estimated time that ours is to take at most.
+// The fraction of torch's estimated time that ours may take.
 double margin(const GemmProblem& p, const GemmPlan& plan, const Gpu& gpu) {
   constexpr double kGated = 1.05, kLongGated = 1.02, kLongGatedMicroseconds = 20.0;
   if (p.gated()) return plan.microseconds > kLongGatedMicroseconds ? kLongGated : kGated;
-  // In an MLP, where a was written right before, a plain product of ours that does not start early takes up to 3 us
-  // more than by itself, and torch's hardly any. In torch's way, an activation costs the CPU a launch more. With few
-  // rows the product behind an activated one of ours starts early: an MLP gains by that where the estimates are alike.
-  // With more, torch's short products take up to 1.3 times as long as estimated where their weights come from memory
+  // In an MLP, where `a` was written just before, a plain product of ours that does not start early takes up to 3 us
+  // more than in isolation; torch's takes hardly any more. With torch, an activation costs the CPU one more launch.
+  // With few rows the product after an activated one of ours starts early, so an MLP gains if the estimates are equal.
+  // With more rows, torch's short products take up to 1.3 times as long as estimated if their weights come from memory
   // (measured on an H100 and an H200).
   constexpr double kPlain = 0.78, kEarly = 0.95, kActivated = 0.92, kOfFewRows = 1.05, kShort = 1.1;
   constexpr double kShortMicroseconds = 10.0;
-  // The shorter k is, the larger a part of torch's way is the pointwise kernel (measured on an H200).
+  // The shorter k is, the larger is the pointwise kernel's part of torch's time (measured on an H200).
   constexpr double kActivatedOfShortK = 0.98, kFewLongTiles = 0.92;
   constexpr int64_t kFewRows = 64, kShortK = 3072;
   if (p.linear()) return plan.hidden > 0.0 ? kEarly : has_few_long_tiles(p, plan, gpu) ? kFewLongTiles : kPlain;
@@ -171,8 +175,8 @@ double torch_microseconds(const Architecture& architecture, const GemmProblem& p
   return architecture.torch_microseconds(p, gpu) + low_rank_microseconds(p, architecture.peak(gpu));
 }
 
-// True if a product of inference is estimated to take less time than torch's GEMM, with the pointwise kernel of an
-// activation behind it. A gated one takes two of torch's.
+// True if a product of inference is estimated to take less time than torch's GEMM followed by the activation's
+// pointwise kernel. A gated product replaces two of torch's.
 bool is_faster(const Architecture& architecture, const GemmProblem& p, const GemmPlan& plan, const Gpu& gpu) {
   constexpr int64_t kTorchRowsOfBrokenSectors = 9;
   const double torch = torch_microseconds(architecture, p, gpu);
@@ -185,7 +189,7 @@ bool is_faster(const Architecture& architecture, const GemmProblem& p, const Gem
   return broken_rows_factor(p, plan.kernel) * plan.shortest() <= margin(p, plan, gpu) * torch;
 }
 
-// True if a product of inference is taken for the CPU's time that it saves.
+// True if our kernel is used for a product of inference because it saves CPU time.
 bool saves_cpu_time(const Architecture& architecture, const GemmProblem& p, const GemmPlan& plan, const Gpu& gpu,
                     Launcher launcher) {
   if (launcher == Launcher::kGraph) return false;
@@ -222,7 +226,7 @@ Refusal choose_anew(const Architecture& architecture, const GemmProblem& p, cons
   return faster || saves_cpu_time(architecture, p, *plan, gpu, launcher) ? Refusal::kNone : Refusal::kTorchIsFaster;
 }
 
-// A choice that was made, with all that it rests on.
+// A cached choice, with everything that it depends on.
 struct Choice {
   const Architecture* architecture;
   Gpu gpu;
@@ -242,7 +246,7 @@ struct Choice {
   }
 };
 
-// Reduces the addresses of a problem to what a choice depends on: where in a line of memory each operand begins.
+// Reduces the addresses of a problem to what a choice depends on: the alignment of each operand within a memory line.
 GemmProblem placed(GemmProblem p) {
   const auto place = [](auto*& data) {
     using Data = std::remove_reference_t<decltype(data)>;
@@ -295,7 +299,7 @@ bool forces_experts() { return forced_architecture != nullptr; }
 Refusal choose_gemm(const Architecture& architecture, const GemmProblem& p, const Gpu& gpu, GemmPlan* plan,
                     Launcher launcher) {
   if (forced_architecture != nullptr) return choose_anew(architecture, p, gpu, plan, launcher);
-  // A choice takes the CPU 3 us (H100 host), and a model asks for the same few again and again.
+  // A choice takes the CPU 3 us (H100 host), and a model needs the same few again and again.
   constexpr size_t kChoices = 64;
   thread_local std::unique_ptr<Choice[]> made;
   if (made == nullptr) made = std::make_unique<Choice[]>(kChoices);
@@ -319,10 +323,11 @@ bool guesses(const Architecture& architecture, const Gpu& gpu) {
 
 }  // namespace fused_mlp
 
-// For tests and benchmarks, which call it through ctypes, while no other thread computes: from now on the kernels of an
-// architecture compute all that they can, on every GPU that they run on; the one of this number in its list wherever it
-// computes such a product, or with -1 the one it chooses. Without a name all is as before. Returns the number of the
-// architecture's kernels, or -1 if there is none of this name or no such kernel.
+// For tests and benchmarks, which call it through ctypes while no other thread computes. From now on the kernels of the
+// named architecture compute everything that they can, on every GPU that they run on. `kernel` is the index of a kernel
+// in its list, to be used wherever it can compute the product; -1 leaves the choice to the architecture. Without a name
+// the defaults are restored. Returns the number of the architecture's kernels, or -1 if there is no such architecture
+// or kernel.
 extern "C" __attribute__((visibility("default"))) int fused_mlp_force_gemms(const char* name, int kernel) {
   using namespace fused_mlp;
   if (name == nullptr) {

@@ -1,5 +1,5 @@
-// The pieces that memory is read in, and whether the rows of a product's operands are whole ones: what the choice of a
-// kernel asks.
+// The units in which memory is read, and whether the rows of a product's operands are whole ones; the choice of a
+// kernel depends on this.
 #pragma once
 
 #include "../problem.h"

@@ -1,4 +1,4 @@
-// Operands that the GEMMs of every architecture take: 16-bit elements, and rows that begin at 16 bytes.
+// The operands that the GEMMs of every architecture support: 16-bit elements, and rows aligned to 16 bytes.
 #pragma once
 
 #include "../../../torch-ext/ops/plan.h"

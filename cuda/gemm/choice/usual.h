@@ -1,4 +1,4 @@
-// The facts that the host knows of how slots fall on experts, before any index is read.
+// What the host knows about the distribution of slots over experts before any index is read.
 #pragma once
 
 #include <algorithm>
@@ -8,19 +8,19 @@
 
 namespace fused_mlp {
 
-// The rows that few experts exceed, were they chosen by chance. A token hardly chooses an expert twice.
+// The number of rows that few experts would exceed under random routing. A token hardly ever chooses an expert twice.
 inline int64_t usual_rows(const Routes& routes) {
   const double mean = static_cast<double>(routes.slots()) / routes.experts;
   return std::clamp<int64_t>(std::ceil(mean + 2.0 * std::sqrt(mean)), 1, routes.tokens);
 }
 
-// The experts that are chosen at all, likewise.
+// The number of experts that are chosen at all under random routing.
 inline int64_t usual_experts(const Routes& routes) {
   const double missed = std::pow(1.0 - 1.0 / routes.experts, routes.slots());
   return std::clamp<int64_t>(std::ceil(routes.experts * (1.0 - missed)), 1, std::max(routes.slots(), 1));
 }
 
-// The most tiles of rows that there can be.
+// The maximum number of tiles of rows.
 inline int row_tiles(const Routes& routes, int tile) {
   const int64_t lacking =
       std::min<int64_t>(routes.experts, routes.slots()) * (tile - 1);  // rows of partly filled tiles

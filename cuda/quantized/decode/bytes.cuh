@@ -1,4 +1,4 @@
-// Decoding of weights of a byte a value in registers, as PairTable does, without a table.
+// Decoding of one-byte weights in registers, with the interface of PairTable, but without a table.
 #pragma once
 
 #include <type_traits>

@@ -42,7 +42,7 @@ cudaError_t launch_blocked(const BlockedElements& weight, void* out, DType dtype
   const auto blocks = static_cast<unsigned>(ceil_div(weight.n * weight.k, kThreads * kCodes * kVectors));
   const dim3 grid(static_cast<unsigned>(ceil_div(weight.n, kRows)),
                   static_cast<unsigned>(ceil_div(weight.k, kRowVectors * kCodes)));
-  constexpr int64_t kMost = 1 << 25;  // columns of whole vectors that the grid takes
+  constexpr int64_t kMost = 1 << 25;  // maximum columns of whole vectors in the grid
   const bool vectors = weight.k % kCodes == 0 && weight.k <= kMost &&
                        (weight.block % kCodes == 0 || weight.block >= weight.k) &&
                        reinterpret_cast<uintptr_t>(weight.data) % vector_bytes(kCoding) == 0 &&

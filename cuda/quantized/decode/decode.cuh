@@ -1,4 +1,4 @@
-// The kernels that decode weights, and scales that are nested.
+// The kernels that decode weights and nested scales.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -9,10 +9,10 @@
 
 namespace fused_mlp::decoding {
 constexpr int kThreads = 256;
-constexpr int kCodes = 8;    // of a thread's vector: four bytes of codes, 16 bytes of results in 16 bits
-constexpr int kVectors = 4;  // of a thread
+constexpr int kCodes = 8;    // per vector of a thread: four bytes of codes, 16 bytes of 16-bit results
+constexpr int kVectors = 4;  // per thread
 
-// Rounds as bitsandbytes does, nowhere by a fused multiply-add.
+// Rounds like bitsandbytes, and never uses a fused multiply-add.
 template <bool kNested>
 __device__ __forceinline__ float scale_of(const CodedScales& scales, int64_t block) {
   if constexpr (kNested) {
@@ -23,7 +23,7 @@ __device__ __forceinline__ float scale_of(const CodedScales& scales, int64_t blo
   }
 }
 
-// The code, once for each lane of a warp: no two lanes meet a bank.
+// The code table, one copy per lane of a warp, so that there are no bank conflicts.
 struct CodeTable {
   float (&values)[16][32];
   __device__ __forceinline__ void fill(const float* code) {
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(CodedElements weight, 
 
 constexpr int vector_bytes(Coding coding) { return kCodes * block_bytes(coding) / kCodedBlock; }
 
-// The value of the lowest bits. That of int4 is less a zero point.
+// The value of the lowest bits. For int4 the zero point is not subtracted yet.
 template <Coding kCoding>
 __device__ __forceinline__ float value_of(uint32_t bits, uint32_t zero) {
   if constexpr (kCoding == Coding::kInt4)
@@ -94,8 +94,9 @@ __device__ __forceinline__ float value_of(uint32_t bits, uint32_t zero) {
   return __half2float(__half(__nv_cvt_fp8_to_halfraw(static_cast<uint8_t>(bits), __NV_E4M3)));
 }
 
-// Vectors of 8 values, each within a row and a block. A warp has kVectors of each lane, of one row: so it divides once.
-constexpr int kRows = kThreads / 32, kRowVectors = 32 * kVectors;  // of a CTA, of a warp
+// Vectors of 8 values, each within a row and a block. A warp processes kVectors vectors per lane of one row, so it
+// divides only once.
+constexpr int kRows = kThreads / 32, kRowVectors = 32 * kVectors;  // per CTA, per warp
 
 template <typename T, Coding kCoding>
 __global__ void __launch_bounds__(kThreads) decode_blocked_vectors_kernel(BlockedElements weight, T* out) {
@@ -149,8 +150,8 @@ __global__ void __launch_bounds__(kThreads) decode_blocked_kernel(BlockedElement
   }
 }
 
-// A warp decodes a tile: four lanes a row, each eight adjacent columns of every 32, so that the four write 64 bytes at
-// once. Each reads the words of all four, from L1 but for one.
+// A warp decodes a tile with four lanes per row. Each lane owns eight adjacent columns of every 32, so that the four
+// write 64 bytes at once. Each reads the words of all four lanes, which come from L1 except one.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     decode_tiles_kernel(const uint32_t* words, const uint32_t* scales, int64_t n, int64_t k, unsigned of_row, int block,
@@ -185,7 +186,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-constexpr int kScales = 4;  // of a thread
+constexpr int kScales = 4;  // per thread
 
 struct AllNested {
   NestedScales of[kMostNested];

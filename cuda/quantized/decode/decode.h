@@ -1,4 +1,4 @@
-// Kernels that decode: whole weights, and nested scales.
+// Kernels that decode whole weights, and nested scales.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,7 +10,7 @@
 
 namespace fused_mlp {
 
-// The scales of a weight's blocks: float, or where there is a nested_code, bytes.
+// The scales of a weight's blocks: floats, or bytes if there is a nested_code.
 struct CodedScales {
   const void* scales;
   const float* nested_scales = nullptr;
@@ -19,7 +19,7 @@ struct CodedScales {
   float offset = 0.0f;
 };
 
-// torch-ext/ops/quantized.h says how values and codes are packed, and what they stand for. Any block, any alignment.
+// torch-ext/ops/quantized.h defines how values and codes are packed, and their meaning. Any block and any alignment.
 struct CodedElements {
   const uint8_t* data;
   const float* code;
@@ -27,13 +27,13 @@ struct CodedElements {
   int64_t elements, block;
 };
 
-// A weight with a scale for each block of block_rows x block values. In int4 k is even.
+// A weight with one scale for each block of block_rows x block values. For int4 k is even.
 struct BlockedElements {
   Coding coding;
   const uint8_t* data;
   const float* scales;
   int64_t n, k, block_rows, block;
-  float factor;  // of all scales
+  float factor;  // for all scales
 };
 
 // Writes all elements, rounded to the dtype.
@@ -41,7 +41,7 @@ cudaError_t launch_decode(const CodedElements& weight, void* out, DType dtype, c
 cudaError_t launch_decode(const BlockedElements& weight, void* out, DType dtype, cudaStream_t stream);
 cudaError_t launch_decode_tiles(const PackedWeight& weight, void* out, DType dtype, cudaStream_t stream);
 
-// Scales that are written as floats: `count` of them.
+// Nested scales to be written as floats: `count` of them.
 struct NestedScales {
   CodedScales scales;
   int64_t count = 0;

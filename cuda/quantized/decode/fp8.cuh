@@ -1,12 +1,12 @@
-// Decoding of e4m3 in registers: to the exact value in 16 bits. NaN counts as 480, what its bits would stand for.
+// Decoding of e4m3 in registers to the exact value in 16 bits. NaN is read as 480, the value that its bits would have.
 #pragma once
 
 #include "../../gemm/epilogue.cuh"
 
 namespace fused_mlp {
 
-// Sign, exponent and mantissa are moved to their places in an element, whose exponent has another bias: a product with
-// a power of two makes up for that, and is exact for subnormal values too.
+// Sign, exponent and mantissa are moved to their places in an element, whose exponent has another bias. A
+// multiplication by a power of two corrects it, and is exact for subnormal values too.
 template <typename Element>
 struct Fp8Values {
   using Pair = typename ElementTraits<Element>::Pair;
@@ -22,7 +22,7 @@ struct Fp8Values {
     return *reinterpret_cast<const uint32_t*>(&value);
   }
 
-  // Those of four bytes in the order 0, 2, 1, 3.
+  // Decodes four bytes in the order 0, 2, 1, 3.
   static __device__ __forceinline__ void decode(uint32_t& first, uint32_t& second, uint32_t mixed) {
     first = of_upper_bytes(mixed << 8);
     second = of_upper_bytes(mixed);

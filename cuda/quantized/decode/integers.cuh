@@ -1,4 +1,4 @@
-// Decoding of integers in registers, all of which 16 bits hold exactly.
+// Decoding of integers in registers; 16 bits represent all of them exactly.
 #pragma once
 
 #include "../../gemm/epilogue.cuh"
@@ -6,8 +6,8 @@
 
 namespace fused_mlp {
 
-// The bits of an integer are the last of the mantissa of a number whose last place is worth one: 2^7 in bfloat16, 2^10
-// in float16. That number is subtracted again.
+// The bits of an integer become the last mantissa bits of a number whose last place is worth one: 2^7 in bfloat16, 2^10
+// in float16. Then that number is subtracted.
 template <typename Element>
 struct Integers {
   using Pair = typename ElementTraits<Element>::Pair;
@@ -15,7 +15,7 @@ struct Integers {
   static constexpr uint32_t kBase = kHalf ? 0x64006400u : 0x43004300u;
 
   static __device__ __forceinline__ Pair pair(uint32_t bits) { return *reinterpret_cast<const Pair*>(&bits); }
-  // The bits of a mask, and those of the base: in one instruction, which the compiler makes two of.
+  // Combines the bits of a mask with those of the base, in one instruction, where the compiler would use two.
   template <uint32_t kMask>
   static __device__ __forceinline__ uint32_t placed(uint32_t word) {
     uint32_t bits;
@@ -25,7 +25,7 @@ struct Integers {
   static __device__ __forceinline__ uint32_t bits(Pair pair) { return *reinterpret_cast<const uint32_t*>(&pair); }
 };
 
-// int8: its last seven bits less 128 times its sign.
+// int8: its last seven bits, minus 128 times its sign bit.
 template <typename Element>
 struct Int8Values : Integers<Element> {
   using Base = Integers<Element>;
@@ -36,27 +36,27 @@ struct Int8Values : Integers<Element> {
     return Base::bits(__hsub2(Base::pair(rest), Base::pair(sign)));
   }
 
-  // Those of four bytes in the order 0, 2, 1, 3.
+  // Decodes four bytes in the order 0, 2, 1, 3.
   static __device__ __forceinline__ void decode(uint32_t& first, uint32_t& second, uint32_t mixed) {
     first = of_lower_bytes(mixed);
     second = of_lower_bytes(mixed >> 8);
   }
 };
 
-// Takes the zero point out of a scale of int4.
+// Extracts the zero point from a scale of int4.
 __device__ __forceinline__ uint32_t take_zero(float& scale) {
   const uint32_t bits = __float_as_uint(scale);
   scale = __uint_as_float(bits & ~kZeroBits);
   return bits & kZeroBits;
 }
 
-// int4, as PairTable decodes: 0 to 15 less a zero point of 0 to 16, the first of a byte in its low half.
+// int4, with the interface of PairTable: 0 to 15 minus a zero point of 0 to 16; the first of a byte is in its low half.
 template <typename Element>
 struct Int4Decoder : Integers<Element> {
   using Base = Integers<Element>;
   static constexpr int kBytes = 0;
-  // The second value of a pair lies three bits higher: (1, 1/8), and what both sums are then too large by, where the
-  // zero point is 0. In both of its halves a zero point has a place in the mantissa.
+  // The second value of a pair lies three bits higher, hence the factors (1, 1/8), and the excess of both sums for a
+  // zero point of 0. In both halves the zero point has a place in the mantissa.
   static constexpr uint32_t kFactors = Base::kHalf ? 0x30003C00u : 0x3E003F80u;
   static constexpr uint32_t kExcess = Base::kHalf ? 0xD800E400u : 0xC180C300u, kPlaces = 0x00080001u;
 
@@ -84,8 +84,8 @@ struct Int4Decoder : Integers<Element> {
   }
 };
 
-// int4 in the words of tensor cores, which hold a pair of adjacent columns in nibbles i and i + 4, less 8, times a
-// scale, plus a zero: rounded to bfloat16 once, as torch's product does.
+// int4 in the words of tensor-core tiles. A word holds pairs of adjacent columns in nibbles i and i + 4; a value is
+// nibble minus 8, times a scale, plus a zero, rounded to bfloat16 once, as in torch's product.
 template <typename Element>
 struct Int4TileDecoder : Integers<Element> {
   using Base = Integers<Element>;
@@ -97,7 +97,7 @@ struct Int4TileDecoder : Integers<Element> {
     return 1.0f;
   }
 
-  // A scale beside a zero, each twice.
+  // A scale and a zero, each twice.
   struct Line {
     Pair scale, zero;
   };

@@ -6,8 +6,8 @@
 
 namespace fused_mlp {
 
-// The pairs of all bytes, once for each lane of a warp, so that no two lanes meet a bank. The table holds the code
-// times a factor that is chosen among kFactors so that rounding to Element loses least; sums are divided by it again.
+// The pairs for all bytes, one copy per lane of a warp, so that there are no bank conflicts. The table holds the code
+// times a factor, chosen among kFactors for the smallest rounding error in Element; sums are divided by it again.
 template <typename Element>
 struct PairTable {
   static constexpr int kEntries = 256, kCopies = 32;
@@ -18,7 +18,7 @@ struct PairTable {
 
   static __device__ __forceinline__ float factor(uint32_t index) { return 1.0f + index * (1.0f / kFactors); }
 
-  // The square error of a code that is rounded with a factor.
+  // The squared error of codes that are rounded with a factor.
   static __device__ __forceinline__ float loss(const float* code, float factor) {
     float sum = 0.0f;
 #pragma unroll 4
@@ -36,8 +36,8 @@ struct PairTable {
     return fill<kThreads>(table, weight, best_of_warps);
   }
 
-  // Fills the table by the first kThreads threads of a CTA. Returns what sums are to be multiplied by. The table can be
-  // read, and the memory for kWarps numbers written, after these threads' next barrier.
+  // Fills the table with the first kThreads threads of a CTA. Returns the factor for the sums. After these threads'
+  // next barrier the table can be read, and the memory for kWarps numbers reused.
   template <int kThreads>
   static __device__ __forceinline__ float fill(uint8_t* table, const CodedWeight& weight, uint64_t* best_of_warps) {
     const float* const code = weight.code;
@@ -73,7 +73,7 @@ struct PairTable {
   }
 
  private:
-  // Those of byte i, the first below the second, in pairs[i].
+  // The elements of byte i in pairs[i], the first one in the low half.
   static __device__ __forceinline__ void decode_8(uint32_t* pairs, const uint8_t* of_lane, uint32_t bytes) {
     pairs[0] = *reinterpret_cast<const uint32_t*>(of_lane + (bytes << 7 & kEntryMask));
     pairs[1] = *reinterpret_cast<const uint32_t*>(of_lane + (bytes >> 1 & kEntryMask));

@@ -1,4 +1,4 @@
-// Decoding of 16 codes of a block of 64 in a lane's registers, and the elements of k that these are.
+// Decoding of 16 codes of a block of 64 in a lane's registers, and the matching elements of k.
 #pragma once
 
 #include "../decode/bytes.cuh"
@@ -9,16 +9,16 @@ namespace fused_mlp {
 template <typename Element, StackCoding kCoding>
 struct StackDecoder;
 
-// 16 adjacent values, which one scale belongs to: sums of codes are multiplied by it.
+// 16 adjacent values that share a scale, by which sums of codes are multiplied.
 template <typename Element>
 struct StackDecoder<Element, StackCoding::kFp8> {
   static constexpr bool kScalesSums = true;
-  static constexpr float kUnscale = 1.0f;  // what sums are multiplied by at the end
+  static constexpr float kUnscale = 1.0f;  // the factor for the sums at the end
   using RawScales = float;
 
-  // The first of the eight elements of a that belong to the lane's first or second half of codes.
+  // The first of the eight elements of a that match the lane's first or second half of codes.
   static __device__ __forceinline__ int element(int quarter, int half) { return 16 * quarter + 8 * half; }
-  // Pieces of 16 bytes change places, so that those that are read at a time lie in distinct banks.
+  // Permutes 16-byte chunks, so that those read at the same time lie in distinct banks.
   template <int kPieces>
   static __device__ __forceinline__ int swizzled(int row, int piece) {
     static_assert(kPieces % 8 == 0);
@@ -38,12 +38,12 @@ struct StackDecoder<Element, StackCoding::kFp8> {
   }
 };
 
-// Eight adjacent values of either half of the block, each of which has a scale: codes are multiplied by it, which is
-// exact in bfloat16 for scales of 2^-100 to 2^33. What is smaller loses bits, and what is larger counts as infinite.
+// Eight adjacent values from each half of the block, and each half has a scale. Codes are multiplied by it, which is
+// exact in bfloat16 for scales of 2^-100 to 2^33. Smaller scales lose bits, and larger ones count as infinite.
 template <>
 struct StackDecoder<__nv_bfloat16, StackCoding::kMxfp4> {
   static constexpr bool kScalesSums = false;
-  static constexpr float kUnscale = 4294967296.0f;  // so much smaller are scales in registers
+  static constexpr float kUnscale = 4294967296.0f;  // scales in registers are smaller by this factor
   using RawScales = uint32_t;
 
   static __device__ __forceinline__ int element(int quarter, int half) { return kMxBlock * half + 8 * quarter; }
@@ -68,7 +68,7 @@ struct StackDecoder<__nv_bfloat16, StackCoding::kMxfp4> {
     }
   }
 
-  // Elements of a in the order in which codes are decoded.
+  // Puts elements of a into the order in which codes are decoded.
   static __device__ __forceinline__ void order(uint32_t (&pairs)[4]) {
     const uint32_t first[4] = {pairs[0], pairs[1], pairs[2], pairs[3]};
 #pragma unroll
@@ -81,7 +81,7 @@ struct StackDecoder<__nv_bfloat16, StackCoding::kMxfp4> {
     return __ldg(reinterpret_cast<const uint16_t*>(static_cast<const uint8_t*>(weight.scales) + at) + block);
   }
 
-  // Exponents of a block's halves have the bias of bfloat16: less 32, and what the bits of codes lack.
+  // The exponents of a block's halves with the bias of bfloat16, minus 32, plus the bias that the bits of codes lack.
   static __device__ __forceinline__ uint32_t both_scales(RawScales raw) {
     return __vminu2(__byte_perm(raw, 0, 0x4140) + 0x005E005Eu, 0x00FF00FFu) << 7;
   }
@@ -89,7 +89,7 @@ struct StackDecoder<__nv_bfloat16, StackCoding::kMxfp4> {
     return __byte_perm(both, 0, half == 0 ? 0x1010 : 0x3232);
   }
 
-  // The eight values of a word in their order.
+  // The eight values of a word in order.
   static __device__ __forceinline__ uint4 decode_word(uint32_t word, uint32_t scales) {
     uint32_t pairs[4];
     decode_pairs(pairs, word, scales);
@@ -99,8 +99,8 @@ struct StackDecoder<__nv_bfloat16, StackCoding::kMxfp4> {
   }
 
  private:
-  // Codes 0 and 4 of a word, and codes 1 and 5: sign, exponent and mantissa are moved to their places in both halves by
-  // one product. The product with the scales makes up for the exponent's bias, subnormal values included.
+  // Codes 0 and 4 of a word, and codes 1 and 5: one multiplication moves sign, exponent and mantissa to their places in
+  // both halves. The multiplication by the scales corrects the exponent's bias, subnormal values included.
   static __device__ __forceinline__ void decode_pairs(uint32_t* pairs, uint32_t word, uint32_t scales) {
     pairs[0] = scaled((word & 0x000F000Fu) * ((1u << 12) + (1u << 6)), scales);
     pairs[1] = scaled((word & 0x00F000F0u) * ((1u << 8) + (1u << 2)), scales);

@@ -7,7 +7,7 @@ namespace fused_mlp {
 cudaError_t launch_decode(const StackElements& weight, void* out, DType dtype, cudaStream_t stream) {
   const int64_t vectors = weight.experts * weight.rows * ceil_div(weight.k, stacks::kVector);
   if (vectors == 0) return cudaSuccess;
-  constexpr int64_t kMost = 1 << 25;  // columns of whole vectors that the grid takes
+  constexpr int64_t kMost = 1 << 25;  // maximum columns of whole vectors in the grid
   const bool whole = weight.k % stacks::kVector == 0 && weight.k <= kMost &&
                      (weight.block % stacks::kVector == 0 || weight.block >= weight.k) &&
                      reinterpret_cast<uintptr_t>(weight.data) % stacks::kVector == 0 &&

@@ -1,4 +1,4 @@
-// Decodes weights of all experts into memory: to values in 16 or 32 bits.
+// Decodes weights of all experts into memory, as 16-bit or 32-bit values.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -9,13 +9,13 @@
 namespace fused_mlp::stacks {
 
 constexpr int kThreads = 256;
-constexpr int kVector = 8;  // values that a thread decodes at a time, in a row
+constexpr int kVector = 8;  // values of a row that a thread decodes at a time
 
 __device__ __forceinline__ float fp8_value(uint32_t bits) {
   return __half2float(__half(__nv_cvt_fp8_to_halfraw(static_cast<uint8_t>(bits), __NV_E4M3)));
 }
 
-// A sign, two bits of exponent and one of mantissa.
+// One sign bit, two exponent bits and one mantissa bit.
 __device__ __forceinline__ float fp4_value(uint32_t code) {
   const uint32_t exponent = code >> 1 & 3, mantissa = code & 1;
   const uint32_t twice = exponent == 0 ? mantissa : (2 + mantissa) << (exponent - 1);
@@ -27,7 +27,7 @@ __device__ __forceinline__ float value_of(const StackElements& weight, int64_t a
   return fp4_value(__ldg(weight.data + at / 2) >> at % 2 * 4);
 }
 
-// A power of two is given by its exponent, 127 too large; 255 stands for NaN.
+// The scale is a power of two, stored as its exponent plus 127; 255 stands for NaN.
 __device__ __forceinline__ float scale_of(const StackElements& weight, int64_t at) {
   if (weight.coding == StackCoding::kFp8) return __ldg(static_cast<const float*>(weight.scales) + at);
   const uint32_t exponent = __ldg(static_cast<const uint8_t*>(weight.scales) + at);
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads) decode_stack_kernel(StackElements we
   }
 }
 
-// Eight values of e4m3, or of e2m1, as float.
+// Eight values of e4m3 or e2m1 as float.
 template <StackCoding kCoding>
 __device__ __forceinline__ void values_of(uint2 words, float (&values)[kVector]) {
 #pragma unroll
@@ -61,7 +61,7 @@ __device__ __forceinline__ void values_of(uint2 words, float (&values)[kVector])
     if constexpr (kCoding == StackCoding::kFp8) {
       const auto bits = static_cast<__nv_fp8x2_storage_t>((i < 4 ? words.x : words.y) >> i % 4 * 8);
       pair = __half2(__nv_cvt_fp8x2_to_halfraw2(bits, __NV_E4M3));
-    } else {  // sign, exponent and mantissa go to their places in float16, whose exponent has another bias
+    } else {  // sign, exponent and mantissa move to their places in float16, whose exponent has another bias
       const uint32_t byte = words.x >> i * 4 & 255, both = byte | byte << 12;
       const uint32_t bits = (both & 0x00070007u) << 9 | (both & 0x00080008u) << 12, factor = 0x74007400u;  // 2^14
       pair = __hmul2(*reinterpret_cast<const __half2*>(&bits), *reinterpret_cast<const __half2*>(&factor));
@@ -72,9 +72,9 @@ __device__ __forceinline__ void values_of(uint2 words, float (&values)[kVector])
   }
 }
 
-// The same of rows of whole vectors, each of which lies within a block. A warp has kVectors of each lane, of one row:
-// so it divides once.
-constexpr int kVectors = 4, kRows = kThreads / 32, kRowVectors = 32 * kVectors;  // of a lane, of a CTA, of a warp
+// The same for rows of whole vectors, each of which lies within a block. A warp processes kVectors vectors per lane of
+// one row, so it divides only once.
+constexpr int kVectors = 4, kRows = kThreads / 32, kRowVectors = 32 * kVectors;  // per lane, per CTA, per warp
 
 template <typename T, StackCoding kCoding>
 __global__ void __launch_bounds__(kThreads) decode_stack_vectors_kernel(StackElements weight, T* out) {

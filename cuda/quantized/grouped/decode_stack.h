@@ -7,8 +7,8 @@
 
 namespace fused_mlp {
 
-// Weights [experts, rows, k] with scales of blocks, [experts, ceil(rows / block_rows), ceil(k / block)]. Of MXFP4 k is
-// a multiple of a block, and block_rows is 1.
+// Weights [experts, rows, k] with block scales, [experts, ceil(rows / block_rows), ceil(k / block)]. For MXFP4 k is a
+// multiple of a block, and block_rows is 1.
 struct StackElements {
   StackCoding coding;
   const uint8_t* data;

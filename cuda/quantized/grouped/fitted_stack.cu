@@ -1,4 +1,4 @@
-// Launches the grouped products of many rows with weights of MXFP4.
+// Launches the grouped products of many rows with MXFP4 weights.
 #include "../../gemm/shared_memory.cuh"
 #include "../../sm90/grouped/grouped.h"
 #include "../../sm90/launch.cuh"

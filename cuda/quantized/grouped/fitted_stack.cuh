@@ -1,9 +1,9 @@
-// The grouped product of many rows with weights of MXFP4, for Hopper: the fitted loop
-// (../../sm90/dense/fitted_gemm.cuh), whose producer warps decode the weights of a stage while the tensor cores
-// multiply those before it. A decoded weight is in shared memory alone.
+// The grouped product of many rows with MXFP4 weights, for Hopper: the fitted loop (../../sm90/dense/fitted_gemm.cuh),
+// whose producer warps decode the weights of a stage while the tensor cores multiply the stage before. Decoded weights
+// exist only in shared memory.
 //
-// Each warp has 32 weight rows of a tile. It copies their codes a few units ahead of those that it decodes, from tile
-// to tile, and a lane decodes a row.
+// Each warp has 32 weight rows of a tile, and a lane decodes a row. The warp copies codes a few units ahead of those
+// that it decodes, also across tiles.
 #pragma once
 
 #include "../../sm80/ptx.cuh"
@@ -15,7 +15,7 @@ namespace fused_mlp {
 struct FittedStackArgs {
   sm90::FittedGemmArgs gemm;  // without weights
   CodedStack weight;
-  int row_step, up_row;  // from a column's weight row to the next one's, and from a gate's to its up's
+  int row_step, up_row;  // distance between the weight rows of adjacent columns, and of a gate and its up
 };
 
 template <Product kProduct_>
@@ -41,18 +41,18 @@ struct FittedStack : sm90::FittedGemm<__nv_bfloat16, kProduct_> {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// The codes and scales of a warp's rows, on their way to shared memory.
+// The copies of the codes and scales of a warp's rows to shared memory.
 template <typename Gemm>
 struct StackUnits {
   static constexpr int kRowsOfPass = 32 / Gemm::kPieces, kPasses = 32 / kRowsOfPass;
   const FittedStackArgs& args;
-  const int tiles, units;  // units of a tile
-  const uint32_t ring;     // of codes, behind which the scales are
-  int index, unit = 0;     // of those that are copied next: a tile, and a unit of it
-  int slot = 0;            // for them
-  const uint8_t* codes;    // of the tile's expert
-  int rows[kPasses];       // where the lane's parts of rows begin
-  int64_t scales;          // where those of the lane's row begin
+  const int tiles, units;  // units per tile
+  const uint32_t ring;     // for codes; the scales follow them
+  int index, unit = 0;     // the next ones to copy: a tile, and a unit of it
+  int slot = 0;            // the slot for them
+  const uint8_t* codes;    // for the tile's expert
+  int rows[kPasses];       // start of the lane's parts of rows
+  int64_t scales;          // start of the scales of the lane's row
 
   __device__ __forceinline__ StackUnits(const FittedStackArgs& args, uint32_t ring, int tiles)
       : args(args),
@@ -63,7 +63,7 @@ struct StackUnits {
     aim();
   }
 
-  // The weight row of its expert that a row of the tile is.
+  // The weight row, within its expert, of a row of the tile.
   __device__ __forceinline__ int weight_row(const sm90::FittedPlace& tile, int row) const {
     const int column = tile.column + (Gemm::kGated ? row % Gemm::kTileN : row);
     const int up = Gemm::kGated && row >= Gemm::kTileN ? args.up_row : 0;
@@ -89,13 +89,13 @@ struct StackUnits {
     scales = scales_of(tile);
   }
 
-  // Where the scales of the lane's row of a tile begin: at any two bytes.
+  // The start of the scales of the lane's row of a tile, at any multiple of two bytes.
   __device__ __forceinline__ int64_t scales_of(const sm90::FittedPlace& tile) const {
     return tile.expert * args.weight.scales_of_expert +
            weight_row(tile, threadIdx.x % Gemm::kProducers) * args.weight.scale_stride;
   }
 
-  // Starts the copies of the next unit. They are a group also where there is none.
+  // Starts the copies of the next unit. If there is no next unit, it commits an empty group.
   __device__ __forceinline__ void start() {
     if (index < tiles) {
       const int lane = threadIdx.x % 32, first = unit * Gemm::kUnitBlocks, piece = lane % Gemm::kPieces;
@@ -108,7 +108,7 @@ struct StackUnits {
         const int to = row * Gemm::kUnitRowBytes + Gemm::Decoder::template swizzled<Gemm::kPieces>(row, piece) * 16;
         sm90::copy_async(code_slot(slot) + to, codes + rows[pass] + offset, present ? 16 : 0);
       }
-      // Words that hold the unit's four bytes: one where they begin at a multiple of four, else two.
+      // The words that hold the unit's four bytes: one if they start at a multiple of four, else two.
       const auto* const words = static_cast<const uint8_t*>(args.weight.scales) + (scales & -4) + unit * 4;
       sm90::copy_word_async(scale_slot(slot), words);
       if ((scales & 2) != 0 && whole) sm90::copy_word_async(scale_slot(slot) + 4, words + 4);
@@ -146,7 +146,7 @@ __device__ __forceinline__ void produce_decoded(const FittedStackArgs& args, con
       if (half == 0) {
         copies.start();
         sm80::cp_async_wait<kAhead>();
-        __syncwarp();  // what other lanes have copied
+        __syncwarp();  // makes other lanes' copies visible
         const uint32_t words = copies.scale_slot(slot);
         scales = __funnelshift_r(sm80::load_shared(words), sm80::load_shared(words + 4), scale_shift);
       }
@@ -160,7 +160,7 @@ __device__ __forceinline__ void produce_decoded(const FittedStackArgs& args, con
       const uint32_t full = shared.full(at.stage);
       sm90::mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
       if (row % 32 == 0 && (tile.height & box_rows) != 0) {
-        const int first = tile.height & -2 * box_rows;  // larger boxes come before
+        const int first = tile.height & -2 * box_rows;  // preceded by larger boxes
         sm90::mbarrier_expect(full, box_rows * Gemm::kRowBytes);
         sm90::tma_load(&args.gemm.a[row / 32], full, shared.a(at.stage) + first * Gemm::kRowBytes,
                        block * Gemm::kBlockK, tile.row + first);
@@ -177,7 +177,7 @@ __device__ __forceinline__ void produce_decoded(const FittedStackArgs& args, con
           sm90::store_shared_uint4(to + ((part * 4 + i) ^ row % 8) * 16, Decoder::decode_word(word[i], of_part));
         }
       }
-      // A fence for the tensor cores would wait for the copies on their way: it is left to those who multiply.
+      // A fence for the tensor cores would wait for the copies in flight: the consumers execute it instead.
       __syncwarp();
       if (row % 32 == 0) sm90::mbarrier_arrive(full);
       if (half + 1 == Gemm::kUnitBlocks || block + 1 == args.gemm.k_blocks) {
@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1) fitted_stack_kernel(const _
   }
   __syncthreads();
   if (args.gemm.follows_sort) wait_for_previous_kernel();
-  allow_next_kernel();  // which may read the tiles: they are there
+  allow_next_kernel();  // it may read the tiles, which are written
 
   const int tiles = *args.gemm.fitted.count * args.gemm.tiles_n;
   if (threadIdx.x >= Gemm::kConsumers * 128) {

@@ -1,9 +1,10 @@
-// Grouped products with quantised weights, the experts of a mixture: a tile has rows of one expert, which are taken
-// from where they lie, and codes pass through shared memory once for each tile.
+// Grouped products with quantised weights, the experts of a mixture. A tile has rows of one expert, which are read from
+// their original places, and codes pass through shared memory once per tile.
 //
 // Weight rows are the M side of the products and rows of a (tokens) the N side, as in the streamed GEMM of quantised
-// weights (../streamed/gemm.cuh), whose order of k this has. CTAs are persistent, and copies run ahead of the products
-// from tile to tile. Scales go to registers, one stage ahead. Warps share k, and their sums are added in their order.
+// weights (../streamed/gemm.cuh), which has the same order of k. CTAs are persistent, and copies run ahead into the
+// next tile. Scales are loaded into registers one stage ahead. Warps share k, and their sums are added in the order of
+// the warps.
 #pragma once
 
 #include "../../overlap.cuh"
@@ -18,12 +19,12 @@ struct StackArgs {
   Matrix out;
   EpilogueArgs epilogue;
   Routes routes;
-  FittedTiles fitted;       // none where CTAs search the index
-  const int* token_of_row;  // where rows of a are those of tokens, and sorted; else null
+  FittedTiles fitted;       // none if CTAs search the index
+  const int* token_of_row;  // if rows of a are tokens, and sorted; else null
   GateLimits limits;
   int64_t bias_stride, bias_step;
   int n, k;
-  int row_step, up_row;  // from a column's weight row to the next one's, and from a gate's to its up's
+  int row_step, up_row;  // distance between the weight rows of adjacent columns, and of a gate and its up
   int slots_of_row;
   int column_tiles;
   bool float_bias;
@@ -48,8 +49,8 @@ struct StackGemm {
   static constexpr int kStageBytes = kKernel.stage_bytes(), kSumStride = kKernel.sum_stride();
   static_assert(kKernel.shared_bytes() + static_cast<int>(sizeof(sm80::SearchedRows)) <= sm80::kLeastSharedOfCta);
 
-  // The weight row of an expert that row `row` of a tile is. Eight gate rows come before the up rows of the same
-  // columns, so that one lane has both. The last column stands for those past the end.
+  // The weight row of an expert for row `row` of a tile. Eight gate rows precede the up rows of the same columns, so
+  // that one lane has both. Rows past the end read the last column.
   static __device__ __forceinline__ int weight_row(const StackArgs& args, int first_column, int row) {
     const int up = kGated ? row / 8 % 2 : 0;
     const int column = first_column + (kGated ? row / 16 * 8 + row % 8 : row);
@@ -60,11 +61,11 @@ struct StackGemm {
 // Rows of an expert, and columns of its weights.
 struct StackTile {
   BlockCode code;
-  int row, column;   // the first
-  const int* slots;  // of rows, where these are not sorted
+  int row, column;   // the first ones
+  const int* slots;  // of rows, if these are not sorted
 };
 
-// Expert by expert; tiles that read the same weights are side by side.
+// Expert by expert; tiles that read the same weights are adjacent.
 template <typename Gemm>
 struct StackTiles {
   const StackArgs& args;
@@ -76,14 +77,14 @@ struct StackTiles {
       const int tile = index / args.column_tiles, column = index % args.column_tiles * Gemm::kColumns;
       return {{searched.codes[tile]}, searched.first[tile], column, searched.slots};
     }
-    FittedTile tile = sm80::load_tile(args.fitted.tiles + index / args.column_tiles);  // of the same expert
+    FittedTile tile = sm80::load_tile(args.fitted.tiles + index / args.column_tiles);  // tiles of the same expert
     const int in = index - tile.first * args.column_tiles, column = in / tile.count * Gemm::kColumns;
     if (tile.count > 1) tile = sm80::load_tile(args.fitted.tiles + tile.first + in % tile.count);
     return {tile.code, tile.row(), column, nullptr};
   }
 };
 
-// The copies of a CTA, which run ahead of its products from tile to tile.
+// The copies of a CTA, which run ahead of its products into the next tile.
 template <typename Gemm>
 struct GroupCopies {
   using Element = typename Gemm::Element;
@@ -96,9 +97,9 @@ struct GroupCopies {
   const StackArgs& args;
   const StackTiles<Gemm>& tiles;
   int tile, block;
-  const uint8_t* weights;               // of the tile's expert
-  int rows[kPasses];                    // where this thread's rows of them begin
-  const Element* tokens[kTokenPasses];  // null where there is no such token
+  const uint8_t* weights;               // for the tile's expert
+  int rows[kPasses];                    // start of this thread's rows of them
+  const Element* tokens[kTokenPasses];  // null if there is no such token
 
   __device__ __forceinline__ GroupCopies(const StackArgs& args, const StackTiles<Gemm>& tiles)
       : args(args), tiles(tiles), tile(blockIdx.x), block(0) {
@@ -163,7 +164,7 @@ struct GroupCopies {
     aim();
   }
 
-  // They are a group also where there is no next block: so that the number of groups behind a block's is always the
+  // If there is no next block, it commits an empty group, so that the number of groups after a block's is always the
   // same.
   __device__ __forceinline__ void start(uint32_t stage) {
     if (tile < tiles.count) {
@@ -174,8 +175,8 @@ struct GroupCopies {
     sm80::cp_async_commit();
   }
 
-  // Starts those of the first blocks, for all stages but one. Only weights are read until the kernel that writes a is
-  // done.
+  // Starts the copies of the first blocks, for all stages but one. Only weights are read until the kernel that writes a
+  // is done.
   __device__ __forceinline__ void fill(uint32_t ring) {
     GroupCopies ahead = *this;
 #pragma unroll 1
@@ -195,7 +196,7 @@ struct GroupCopies {
   }
 };
 
-// The place of a thread in the products. `row` is its weight row, and its row of a, of eight.
+// The position of a thread in the products. `row` is its weight row, and its row of a, modulo eight.
 template <typename Gemm>
 struct StackLane {
   const int warp_m, warp_k, row, quarter;
@@ -205,14 +206,14 @@ struct StackLane {
         row(threadIdx.x % 32 / 4),
         quarter(threadIdx.x % 4) {}
 
-  // A row of tile `i` of the warp, of those of the CTA's tile: the lane's, or the one 8 below it.
+  // A row of the CTA's tile, in tile `i` of the warp: the lane's row, or the one 8 below it.
   __device__ __forceinline__ int tile_row(int i, int half) const {
     return (warp_m * Gemm::kTilesM + i) * 16 + half * 8 + row;
   }
   __device__ __forceinline__ int block(int step) const { return warp_k * Gemm::kSteps + step; }
 };
 
-// The scales of a lane's rows, which are read a stage ahead.
+// The scales of a lane's rows, read one stage ahead.
 template <typename Gemm>
 struct StackScales {
   using Raw = typename Gemm::Decoder::RawScales[Gemm::kSteps][Gemm::kTilesM][2];
@@ -244,7 +245,7 @@ struct StackScales {
     }
   }
 
-  // Past the end of k the last block's stand for those of codes that are zero.
+  // Past the end of k it reads the last block's scales; the codes there are zero.
   __device__ __forceinline__ void load() {
 #pragma unroll
     for (int step = 0; step < Gemm::kSteps; ++step) {
@@ -257,7 +258,7 @@ struct StackScales {
     }
   }
 
-  // Takes those of this stage, and asks for the next one's.
+  // Returns the scales of this stage, and starts loading the next one's.
   __device__ __forceinline__ void take(Raw& current) {
 #pragma unroll
     for (int step = 0; step < Gemm::kSteps; ++step) {
@@ -337,7 +338,7 @@ __device__ __forceinline__ void multiply_block(StackSums<Gemm>& sums, const uint
   }
 }
 
-// The sums of warps in shared memory, each [token, row], those of kRound tokens at a time.
+// The sums of warps in shared memory, each [token, row], for kRound tokens at a time.
 template <typename Gemm>
 struct StackParts {
   float* const all;
@@ -375,7 +376,7 @@ __device__ __forceinline__ float bias_at(const StackArgs& args, const void* bias
                          : static_cast<float>(__ldg(static_cast<const Element*>(bias) + at));
 }
 
-// Stores those of a round: each thread finishes some elements.
+// Stores the results of a round: each thread finishes some elements.
 template <typename Gemm>
 __device__ __forceinline__ void store_round(const StackArgs& args, const StackParts<Gemm>& parts, const StackTile& tile,
                                             int first) {
@@ -399,7 +400,7 @@ __device__ __forceinline__ void store_round(const StackArgs& args, const StackPa
   }
 }
 
-// Computes every gridDim.x-th tile from the CTA's on, of which there is one.
+// Computes every gridDim.x-th tile, starting at the CTA's index; there is at least one.
 template <typename Gemm>
 __device__ __forceinline__ void multiply_stack(const StackArgs& args, const StackTiles<Gemm>& tiles) {
   extern __shared__ __align__(128) uint8_t raw_shared[];
@@ -417,7 +418,7 @@ __device__ __forceinline__ void multiply_stack(const StackArgs& args, const Stac
 #pragma unroll 1
     for (int begin = 0; begin < args.k; begin += Gemm::kBlockK) {
       sm80::cp_async_wait<Gemm::kStages - 2>();
-      __syncthreads();  // the block is there, and all warps are done with the one before it
+      __syncthreads();  // the block has arrived, and all warps are done with the one before it
       copies.start(ring + writing * Gemm::kStageBytes);
       writing = after(writing);
       typename StackScales<Gemm>::Raw raw;
@@ -433,7 +434,7 @@ __device__ __forceinline__ void multiply_stack(const StackArgs& args, const Stac
     for (int round = 0; round < Gemm::kTokens / Gemm::kRound; ++round) {
       const int first = round * Gemm::kRound;
       if (first >= tile.code.rows()) break;
-      if (round > 0) __syncthreads();  // the sums before have been read
+      if (round > 0) __syncthreads();  // the previous sums have been read
       parts.put(sums, lane, round);
       __syncthreads();
       store_round<Gemm>(args, parts, tile, first);
@@ -447,13 +448,13 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kKernel.ctas)
     stack_gemm_kernel(const __grid_constant__ StackArgs args) {
   __shared__ sm80::SearchedRows searched;
   if (args.follows_sort) wait_for_previous_kernel();
-  allow_next_kernel();  // which may read the lists: they are there
+  allow_next_kernel();  // it may read the lists, which are written
   const bool searches = args.fitted.tiles == nullptr;
   if (searches) searched.find(args.routes, Gemm::kTokens);
   const int tiles = searches ? searched.tiles : load_fresh(args.fitted.count);
   const StackTiles<Gemm> all{args, searched, tiles * args.column_tiles};
   if (static_cast<int>(blockIdx.x) < all.count) multiply_stack<Gemm>(args, all);
-  wait_for_previous_kernel();  // the kernel behind waits for this one alone
+  wait_for_previous_kernel();  // the next kernel only waits for this one
 }
 
 }  // namespace fused_mlp

@@ -51,7 +51,7 @@ cudaError_t launch(const CodedExperts& p, const GroupedPlan& plan, const Gpu& gp
 
 }  // namespace
 
-// Tiles that hold the usual rows of an expert, and no more than they have to: weights are read once for each tile.
+// Tiles that hold the usual rows of an expert, and are no larger than needed: weights are read once per tile.
 GroupedPlan plan_stack(const Routes& routes) {
   const bool sorts = routes.slots() > kSearchedSlots;
   const int64_t rows = usual_rows(routes);

@@ -1,4 +1,4 @@
-// Copies rounded rows of tokens to where the TMA would have put them, sorted by experts.
+// Copies rounded rows of tokens, sorted by experts, to the places where the TMA would have put them.
 #pragma once
 
 #include "../../loads.cuh"
@@ -8,7 +8,7 @@
 
 namespace fused_mlp {
 
-// A thread copies 16 bytes of every kStep-th row, and the scale of one.
+// A thread copies 16 bytes of every kStep-th row, and the scale of one row.
 template <typename Gemm>
 struct ScaledGather {
   static constexpr int kThreads = 128, kPieces = Gemm::kBlockK / 16, kStep = kThreads / kPieces;
@@ -16,12 +16,12 @@ struct ScaledGather {
   static_assert(kThreads == Gemm::kTileM && kStep % 8 == 0);
 
   const ScaledArgs& args;
-  uint32_t pieces[kCopies];  // where the thread's rows begin, in steps of 16 bytes
-  int token;                 // whose scale it copies
+  uint32_t pieces[kCopies];  // start of the thread's rows, in steps of 16 bytes
+  int token;                 // the token whose scale it copies
 
   __device__ __forceinline__ static int thread() { return threadIdx.x - Gemm::kConsumers; }
 
-  // A block's rows that are not filled have a token too.
+  // Rows of a block that are not filled have a token too.
   __device__ __forceinline__ void find(const ScaledTile& tile) {
     const int* const tokens = args.experts.token_of_row + tile.row;
     token = load_fresh(tokens + thread());

@@ -1,12 +1,11 @@
 // The GEMM of e4m3 with scales, for many rows on Hopper: wgmma multiplies e4m3 by e4m3.
 //
-// The tensor cores add up in fewer bits than float32 has. So after each block of 128 of k a warpgroup multiplies the
-// block's sums by its scales, and adds them to sums of its own, while the other warpgroup has the tensor cores. A tile
-// is 128 rows of a, 64 for each of two warpgroups, by two halves of 128 weight rows: gate and up of the same columns,
-// or adjacent columns. One warp fills the ring by TMA. CTAs are persistent; two of them with the same weights are a
-// cluster, and each brings one half to both. Where there are few tiles, several CTAs share
-// k, and another kernel adds their sums (parts.cuh). Rows of tokens are gathered for the experts that have chosen them
-// (gather.cuh), whose tiles CTAs take as they are done with others.
+// The tensor cores accumulate with fewer bits than float32 has. So after each block of 128 of k a warpgroup multiplies
+// the block's sums by its scales and adds them to its own sums, while the other warpgroup uses the tensor cores. A tile
+// is 128 rows of a, 64 per warpgroup, by two halves of 128 weight rows: gate and up of the same columns, or adjacent
+// columns. One warp fills the ring by TMA. CTAs are persistent. Two CTAs with the same weights form a cluster, and each
+// loads one half for both. With few tiles, several CTAs share k, and another kernel adds their sums (parts.cuh). For
+// experts, rows of tokens are gathered (gather.cuh), and a CTA takes the next tile when it is done with one.
 #pragma once
 
 #include "gather.cuh"
@@ -16,7 +15,7 @@ namespace fused_mlp {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// The tiles of a CTA, one after the other: all parts of k of a tile are tiles.
+// The tiles of a CTA, one after the other. Each part of k of a tile counts as a tile.
 template <typename Gemm>
 struct ScaledTiles {
   static constexpr int kGroupUnits = 8;
@@ -36,7 +35,7 @@ struct ScaledTiles {
   __device__ __forceinline__ int units_m() const { return Gemm::kExperts ? experts_units : args.units_m; }
   __device__ __forceinline__ bool done() const { return index >= units_m() * args.tiles_n * args.split; }
 
-  // The one behind this. Tiles of experts take times that differ: a CTA that is done takes the first that none has.
+  // The next tile. Tiles of experts take different times, so a CTA that is done takes the first one that is left.
   __device__ __forceinline__ int take_next() const {
     return Gemm::kExperts ? step + atomicAdd(args.experts.taken, 1) : index + step;
   }
@@ -53,7 +52,7 @@ struct ScaledTiles {
 template <typename Gemm>
 __device__ __forceinline__ void load_weights(const ScaledArgs& args, const ScaledShared<Gemm>& shared, int stage,
                                              int block, const ScaledTile& tile, int first_row, int rank) {
-  constexpr int kWords = Gemm::kBlockK / 2;  // of 16 bits
+  constexpr int kWords = Gemm::kBlockK / 2;  // in 16-bit words
 #pragma unroll
   for (int half = 0; half < Gemm::kHalves; ++half) {
     const CUtensorMap* const map = Gemm::kGated && half == 1 ? &args.up_weight : &args.weight;
@@ -111,8 +110,8 @@ __device__ __forceinline__ void produce(const ScaledArgs& args, const ScaledShar
   }
 }
 
-// The same of experts, by one thread, or where rows are gathered by all of the warpgroup. Behind the last tile comes a
-// stage that says so.
+// The same for experts, by one thread, or by the whole warpgroup if rows are gathered. After the last tile, a stage
+// marks the end.
 template <typename Gemm>
 __device__ __forceinline__ void produce_experts(const ScaledArgs& args, const ScaledShared<Gemm>& shared) {
   constexpr uint32_t kWeightBytes = Gemm::kHalves * Gemm::kHalfBytes;
@@ -171,7 +170,7 @@ __device__ __forceinline__ void produce_experts(const ScaledArgs& args, const Sc
   if (gathers) sm90::mbarrier_arrive(shared.full(at.stage));
 }
 
-// The scales of blocks of k of the rows of one half; 1 where rows have scales of their own.
+// The scales of blocks of k for the rows of one half; 1 if rows have scales of their own.
 struct ScalesOfHalf {
   const float* scales;
   const int shift;
@@ -194,7 +193,7 @@ __device__ __forceinline__ void multiply(const ScaledArgs& args, const ScaledSha
   const int group = sm90::warp_uniform(threadIdx.x / 128), lane = threadIdx.x % 32;
   const int local = threadIdx.x / 32 * 16 + lane / 4, expert = tile.code.expert();
   const int2 blocks = tile.blocks(args);
-  // Each lane has read scales of its own, and says so itself.
+  // Each lane has read its own scales, so each lane arrives.
   const auto release = [&] {
     if (args.pair > 1) {
       sm90::mbarrier_arrive_at(shared.empty(at.stage), 0);
@@ -224,7 +223,7 @@ __device__ __forceinline__ void multiply(const ScaledArgs& args, const ScaledSha
     const int next = min(block + 1, blocks.y - 1);
     const float scale_behind[2] = {first(next), second(next)};
     sm90::mbarrier_wait(shared.full(at.stage), at.parity);
-    if (args.gathers<Gemm>()) sm90::fence_shared_to_async();  // what other threads have copied, before wgmma reads it
+    if (args.gathers<Gemm>()) sm90::fence_shared_to_async();  // other threads' copies, before wgmma reads them
     float of_rows[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -292,7 +291,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1) scaled_kernel(const __grid_
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(Gemm::kGivenAlignment) uint8_t raw_shared[];
   const ScaledShared<Gemm> shared(raw_shared);
-  // Lists that a product of experts reads before it waits were written before the kernel before it let it start.
+  // A product of experts reads lists before it waits: they were written before the previous kernel let it start.
   if (args.gathers<Gemm>()) wait_for_previous_kernel();
   allow_next_kernel();
   if (threadIdx.x == 0) {
@@ -307,7 +306,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1) scaled_kernel(const __grid_
     sm90::fence_mbarrier_init();
   }
   __syncthreads();
-  if (args.pair > 1) sm90::cluster_sync();  // nobody writes to a CTA whose barriers are not there yet
+  if (args.pair > 1) sm90::cluster_sync();  // no CTA writes to one whose barriers are not initialised
   if (threadIdx.x >= Gemm::kConsumers) {
     sm90::shrink_registers<Gemm::kProducerRegisters>();
     if (args.gathers<Gemm>() || threadIdx.x == Gemm::kConsumers) {
@@ -322,7 +321,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1) scaled_kernel(const __grid_
     sm90::grow_registers<Gemm::kConsumerRegisters>();
     consume<Gemm>(args, shared);
   }
-  if (args.pair > 1) sm90::cluster_sync();  // no CTA exits while others still write to it, or read from it
+  if (args.pair > 1) sm90::cluster_sync();  // no CTA exits while others still access its memory
 #endif
 }
 

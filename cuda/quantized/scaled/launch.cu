@@ -1,4 +1,4 @@
-// Launches the products of scaled e4m3, and the rounding before them.
+// Launches the scaled e4m3 products, and the rounding before them.
 #include <algorithm>
 #include <type_traits>
 
@@ -11,7 +11,7 @@
 namespace fused_mlp {
 namespace {
 
-// Rows of bytes, as elements of 16 bits.
+// Rows of bytes, as 16-bit elements.
 bool encode_bytes(CUtensorMap* map, const void* data, int64_t row_bytes, int64_t rows, int64_t columns, int box_rows) {
   const Matrix words{const_cast<void*>(data), row_bytes / 2};
   return sm90::encode_tensor_map(map, DType::kBFloat16, words, rows, columns / 2, box_rows, kScaledGroup / 2);

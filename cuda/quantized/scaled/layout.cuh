@@ -1,4 +1,4 @@
-// The tiles, the ring and the operands of the GEMM of scaled e4m3.
+// The tiles, the ring and the operands of the scaled e4m3 GEMM.
 #pragma once
 
 #include "../../gemm/epilogue.cuh"
@@ -17,23 +17,24 @@ struct ScaledArgs {
   ScaledRows a_rows;
   CodedWeight of_weight, of_up_weight;
   ScaledRows rounded;
-  float* parts;  // [split, m, n]: where the sums of parts of k go as they are
+  float* parts;  // [split, m, n]: unscaled destination for sums of parts of k
   EpilogueArgs epilogue;
   int m, n, k, k_blocks;
   int units_m, tiles_n;  // a unit is the rows of the CTAs that share weights
   int pair, split;
-  int loaded_rows;  // of a tile; the rest of its places hold anything
+  int loaded_rows;  // of a tile; its other rows hold arbitrary values
   ScaledExperts experts;
-  bool by_rows;  // each weight row has a scale, which the sums are multiplied by at the end
+  bool by_rows;  // each weight row has a scale, applied to the sums at the end
 
-  // True if rows are taken from where those of tokens lie, by lists that the kernel before writes.
+  // True if rows are read from the tokens' original places, by lists that the previous kernel writes.
   template <typename Gemm>
   __device__ __forceinline__ bool gathers() const {
     return Gemm::kExperts && experts.token_of_row != nullptr;
   }
 };
 
-// Of experts, whose tiles differ in time and whose rows may be gathered, the producer tells the consumers their tiles.
+// For experts, whose tiles differ in time and whose rows may be gathered, the producer passes the tiles to the
+// consumers.
 template <typename Element_, bool kGated_, bool kExperts_ = false>
 struct ScaledGemm {
   using Element = Element_;
@@ -45,14 +46,14 @@ struct ScaledGemm {
   static_assert(kTileM == kScaledTile);
   static constexpr int kColumns = kGated ? kHalfN : kHalves * kHalfN;  // of the result
   static constexpr int kBlockK = kScaledGroup, kStages = 4;
-  static constexpr int kSums = kHalfN / 2;  // of a thread, of 64 rows and a half's columns
+  static constexpr int kSums = kHalfN / 2;  // per thread, for 64 rows and a half's columns
   static constexpr int kConsumerRegisters = kExperts ? 224 : 240, kProducerRegisters = kExperts ? 56 : 24;
 
   static constexpr int kBytesA = kTileM * kBlockK, kHalfBytes = kHalfN * kBlockK;
   static constexpr int kStageBytes = kBytesA + kHalves * kHalfBytes, kScaleBytes = kTileM * 4;
-  static constexpr int kBoxRows = 16, kBoxBytes = kBoxRows * 128;  // that a warp stores at a time
-  static constexpr int kTileBytes = 16;                            // of the ScaledTile that a stage belongs to
-  static constexpr int kBoxes = kExperts ? 2 : 1;                  // of a warp, in turns
+  static constexpr int kBoxRows = 16, kBoxBytes = kBoxRows * 128;  // per store of a warp
+  static constexpr int kTileBytes = 16;                            // for the ScaledTile that a stage belongs to
+  static constexpr int kBoxes = kExperts ? 2 : 1;                  // per warp, used alternately
   static constexpr int kAlignment = 1024, kGivenAlignment = 128;
   static constexpr int kSharedBytes = kAlignment - kGivenAlignment +
                                       kStages * (kStageBytes + kScaleBytes + 16 + kTileBytes) +
@@ -60,7 +61,7 @@ struct ScaledGemm {
   static_assert(kSharedBytes <= 227 * 1024);
 };
 
-// The scale of a group, and its values are rounded by x / scale. It is never so small that its inverse is infinite.
+// The scale of a group, whose values are rounded as x / scale. It is never so small that its inverse is infinite.
 __device__ __forceinline__ float scale_of_group(float largest) { return fmaxf(__fdiv_rn(largest, 448.0f), 1e-36f); }
 
 __device__ __forceinline__ uint32_t e4m3_pair(float low, float high) {
@@ -71,7 +72,7 @@ __device__ __forceinline__ uint32_t e4m3_pair(float low, float high) {
 
 struct ScaledTile {
   int row, column, part;  // of k
-  BlockCode code;         // its expert, or 0, and how many of its rows there are
+  BlockCode code;         // its expert, or 0, and the number of its rows
 
   __device__ __forceinline__ int2 blocks(const ScaledArgs& args) const {  // of k
     return {part * args.k_blocks / args.split, (part + 1) * args.k_blocks / args.split};
@@ -116,7 +117,7 @@ struct ScaledShared {
   }
 };
 
-// The sums of a thread: of each half, as wgmma has them.
+// The sums of a thread for each half, in wgmma's layout.
 template <typename Gemm>
 using ScaledSums = float[Gemm::kHalves][Gemm::kSums];
 

@@ -1,4 +1,4 @@
-// Adds the sums of parts of k, in their order: a layer without activation.
+// Adds the sums of parts of k in order, for a layer without activation.
 #pragma once
 
 #include "layout.cuh"
@@ -7,14 +7,14 @@ namespace fused_mlp {
 
 struct PartsArgs {
   const float* parts;       // [count, m, n]
-  const float* row_scales;  // [n], of weight rows, or null
+  const float* row_scales;  // [n], for weight rows, or null
   const void* bias;         // [n], or null
   Matrix out;
   int count, m, n;
 };
 
 struct PartsSum {
-  static constexpr int kThreads = 256, kValues = 8;  // of a thread, of a row
+  static constexpr int kThreads = 256, kValues = 8;  // per thread, per row
 };
 
 template <typename Element>

@@ -1,4 +1,4 @@
-// Rounds rows to e4m3: each group of columns under a scale of its own, amax / 448.
+// Rounds rows to e4m3: each group of columns has its own scale, amax / 448.
 #pragma once
 
 #include "layout.cuh"
@@ -11,10 +11,10 @@ struct RoundArgs {
   int rows, columns;
 };
 
-// Half a warp has a group of a row, and a thread eight values of it.
+// Half a warp has a group of a row, and a thread has eight values of it.
 struct Rounding {
   static constexpr int kThreads = 256, kLanes = 16, kValues = kScaledGroup / kLanes;
-  static constexpr int kRows = kThreads / kLanes, kGroups = 2;  // of a CTA
+  static constexpr int kRows = kThreads / kLanes, kGroups = 2;  // per CTA
 };
 
 template <typename Element>
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(Rounding::kThreads) round_kernel(const __grid_
         make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
     if (lane == 0) args.rounded.scales[(first_group + group) * args.rounded.scale_stride + row] = scale;
   }
-  wait_for_previous_kernel();  // the kernel behind waits for this one alone
+  wait_for_previous_kernel();  // the next kernel only waits for this one
 }
 
 }  // namespace fused_mlp

@@ -1,4 +1,4 @@
-// The memory of rows that are rounded to e4m3.
+// The memory for rows that are rounded to e4m3.
 #pragma once
 
 #include "../../dense/fused_gemm.h"
@@ -17,7 +17,7 @@ class RoundedRows {
         bytes_(rows * row_bytes_),
         memory_(bytes_ + groups_ * stride_ * sizeof(float)) {}
 
-  // Those of the problem's a.
+  // For the problem's a.
   RoundedRows(const CodedProblem& problem, cudaStream_t stream, bool starts_early = false)
       : RoundedRows(problem.m, problem.k) {
     check(launch_rounding(problem, rows(), starts_early, stream));

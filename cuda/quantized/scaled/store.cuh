@@ -1,4 +1,4 @@
-// Stores tiles of scaled products: in 16 bits, or rounded to e4m3 again for the product behind.
+// Stores tiles of scaled products, in 16 bits, or rounded to e4m3 again for the next product.
 #pragma once
 
 #include "layout.cuh"
@@ -15,7 +15,7 @@ __device__ __forceinline__ void for_each_column(int first_column, Take&& take) {
   for (int i = 0; i < Gemm::kSums; i += 4) take(i, first_column + i * 2 + threadIdx.x % 4 * 2);
 }
 
-// Multiplies sums by the scales of their weight rows, where they have one each, and adds the bias.
+// Multiplies sums by the scales of their weight rows, if rows have scales, and adds the bias.
 template <typename Gemm>
 __device__ __forceinline__ void finish_sums(const ScaledArgs& args, float (&sums)[Gemm::kSums],
                                             const CodedWeight& weight, const void* bias, int first_column) {
@@ -40,7 +40,7 @@ __device__ __forceinline__ void finish_sums(const ScaledArgs& args, float (&sums
   }
 }
 
-// Hands the warp's box to the TMA.
+// Passes the warp's box to the TMA.
 __device__ __forceinline__ void send_box(const CUtensorMap& map, uint32_t box, int row, int column) {
   sm90::fence_shared_to_async();
   __syncwarp();
@@ -56,7 +56,7 @@ struct ScaledBoxes {
   const uint32_t first;
   int last = 0;
 
-  // Waits until the TMA has read what was last in it.
+  // Returns the next box, after the TMA has read its last contents.
   __device__ __forceinline__ uint32_t next() {
     if (threadIdx.x % 32 == 0) sm90::tma_store_wait_read<Gemm::kBoxes - 1>();
     __syncwarp();
@@ -73,7 +73,7 @@ __device__ __forceinline__ void store_half(const ScaledArgs& args, const float (
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int part = 0; part < 2; ++part) {
-    if (column + part * 64 >= args.n) return;  // a box that is taken and not sent would be no group to await
+    if (column + part * 64 >= args.n) return;  // a box taken but not sent would leave no group to wait for
     const uint32_t box = boxes.next(), place = (box + lane % 16 * 128) | ((lane / 16 ^ lane % 8) * 16);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {  // 16 columns
@@ -85,13 +85,13 @@ __device__ __forceinline__ void store_half(const ScaledArgs& args, const float (
   }
 }
 
-// Rounds a half's columns, which are a group, to e4m3, and stores them and their scales.
+// Rounds a half's columns, which are one group, to e4m3, and stores them and their scales.
 template <typename Gemm>
 __device__ __forceinline__ void store_rounded(const ScaledArgs& args, float (&value)[Gemm::kSums],
                                               ScaledBoxes<Gemm>& boxes, int row, int column) {
   if (column >= args.n) return;
   const int lane = threadIdx.x % 32;
-  if (column + Gemm::kHalfN > args.n) {  // what lies outside does not count
+  if (column + Gemm::kHalfN > args.n) {  // ignores columns outside
     for_each_column<Gemm>(column, [&](int i, int at) {
       if (at >= args.n) value[i] = value[i + 1] = value[i + 2] = value[i + 3] = 0.0f;
     });
@@ -113,7 +113,7 @@ __device__ __forceinline__ void store_rounded(const ScaledArgs& args, float (&va
     }
   }
   const uint32_t box = boxes.next();
-  // For two eights of columns, two lanes exchange a pair, so that each has four columns of one of them.
+  // For two sets of eight columns, two lanes exchange a pair, so that each has four columns of one set.
   const bool odd = lane % 2 == 1;
   const uint32_t of_row = box + lane / 4 * 128, in_piece = (lane % 4 / 2 * 4) + (odd ? 8 : 0), swizzle = lane / 4 * 16;
 #pragma unroll
@@ -128,10 +128,10 @@ __device__ __forceinline__ void store_rounded(const ScaledArgs& args, float (&va
                          __byte_perm(pairs, others, odd ? 0x3276 : 0x5410));
     }
   }
-  send_box(args.out, box, row, column / 2);  // in words of 16 bits
+  send_box(args.out, box, row, column / 2);  // in 16-bit words
 }
 
-// Stores the sums of a half's columns of a part of k.
+// Stores the sums of a half's columns for a part of k.
 template <typename Gemm>
 __device__ __forceinline__ void store_part(const ScaledArgs& args, const float (&sums)[Gemm::kSums], int part, int row,
                                            int first_column) {

@@ -1,14 +1,13 @@
-// The GEMM of few rows of a with quantised weights. Its time is that of reading the codes, which pass through
-// shared memory once, and are decoded on their way to the tensor cores.
+// The GEMM of few rows of a with quantised weights. Its time is that of reading the codes, which pass through shared
+// memory once and are decoded on the way to the tensor cores.
 //
 // Weight rows are the M side of the products and rows of a (tokens) the N side, as in the streamed GEMM of sm80/. The
-// sum over k does not depend on which element of k is which in an instruction, so each lane multiplies 16 adjacent
-// codes of a block of 64 with the 16 elements of a that they belong to. A block's products are added up of the codes
-// alone, and are multiplied by the block's scale in float32: only codes are rounded, and those of FP8 and integers are
-// not.
+// sum over k does not depend on the order of k within an instruction, so each lane multiplies 16 adjacent codes of a
+// block of 64 with the 16 matching elements of a. A block's products are summed over the codes only, and the sums are
+// multiplied by the block's scale in float32: only codes are rounded, and those of FP8 and integers are not.
 //
-// Int4 in tiles lies as the tensor cores take it: a lane's words are its own, rows of a are read by ldmatrix, and codes
-// are decoded with their scales and zeros, to the bits that torch's product rounds them to.
+// Int4 in tiles has the layout of the tensor cores' operands: a lane's words are its own, rows of a are read by
+// ldmatrix, and codes are decoded with their scales and zeros, rounded to the same bits as in torch's product.
 //
 // Warps share k, and so may the CTAs of a cluster. Their sums are added in the order of CTAs and warps.
 #pragma once
@@ -39,14 +38,14 @@ struct CodedGemm {
   static constexpr CodedKernel kKernel = kKernel_;
   static constexpr Coding kCoding = kKernel.coding;
   using OfFourBits = std::conditional_t<kCoding == Coding::kInt4, Int4Decoder<Element>, PairTable<Element>>;
-  static constexpr bool kInTiles = kCoding == Coding::kInt4Tiles;  // of 8 weight rows and 128 of k
+  static constexpr bool kInTiles = kCoding == Coding::kInt4Tiles;  // tiles of 8 weight rows and 128 of k
   using OfHalfBytes = std::conditional_t<kInTiles, Int4TileDecoder<Element>, OfFourBits>;
   using Decoder = std::conditional_t<in_bytes(kCoding), ByteDecoder<kCoding, Element>, OfHalfBytes>;
   static constexpr Product kProduct = kGated_ ? Product::kGated : Product::kPlain;
   static constexpr bool kGated = kGated_;
   static constexpr int kTokens = kKernel.tokens, kTilesN = kTokens / 8;
   static constexpr int kWarpsM = kKernel.warps_m, kWarpsK = kKernel.warps_k;
-  static constexpr int kTilesM = kKernel.tiles_m;  // of 16 weight rows, of a warp
+  static constexpr int kTilesM = kKernel.tiles_m;  // tiles of 16 weight rows per warp
   static constexpr int kSteps = kKernel.steps;     // blocks of codes that a warp multiplies in a stage
   static constexpr int kStages = kKernel.stages;
   static constexpr int kThreads = kKernel.threads();
@@ -64,12 +63,12 @@ struct CodedGemm {
   static_assert(Decoder::kBytes == kKernel.table_bytes());
   static_assert(!kInTiles || kSteps == 2, "a warp multiplies a tile in a stage");
 
-  // Units of 32 or 64 bytes, a block of a row each, change places so that the rows that are read at a time lie in
+  // Units of 32 or 64 bytes, one block of a row each, are permuted so that the rows read at the same time lie in
   // distinct banks.
   static constexpr int kOfLine = 128 / kUnitBytes;
   static constexpr int kUnits = kBlocks < kOfLine ? kBlocks : kOfLine, kRowsOfLine = kOfLine / kUnits;
   static __device__ __forceinline__ int swizzled(int row, int block) { return block ^ row / kRowsOfLine % kUnits; }
-  // Vectors of rows of a do so for the products of tiles, which read eight rows at a time, and for others two.
+  // Vectors of rows of a are permuted for the same reason: products of tiles read eight rows at a time, others two.
   static __device__ __forceinline__ int token_piece(int row, int piece) { return piece ^ row % (kInTiles ? 8 : 2); }
 };
 
@@ -78,7 +77,7 @@ __device__ __forceinline__ void cp_async_4(uint32_t shared, const void* global, 
                : "memory");
 }
 
-// The copies of a CTA, which run ahead of its products from tile to tile.
+// The copies of a CTA, which run ahead of its products into the next tile.
 template <typename Gemm>
 struct CodedCopies {
   using Element = typename Gemm::Element;
@@ -89,18 +88,18 @@ struct CodedCopies {
   static constexpr int kScales = Gemm::kRows * Gemm::kBlocks / kScaleWidth;
   static constexpr int kScalePasses = (kScales + kThreads - 1) / kThreads;
   static constexpr int kScaleRows = Gemm::kRows / kScaleWidth;
-  static constexpr int kOfTiles = kPieces * 8;  // vectors of the tiles of eight rows
+  static constexpr int kOfTiles = kPieces * 8;  // vectors in tiles of eight rows
   static constexpr int kTokenPieces = Gemm::kTokenBytes / 16;
   static constexpr int kTokenPasses = Gemm::kTokens * kTokenPieces / kThreads;
   static_assert(Gemm::kRows % kRowsOfPass == 0 && Gemm::kTokens * kTokenPieces % kThreads == 0);
   static_assert(kScales % kThreads == 0 || kScalePasses == 1);
 
   const CodedGemmArgs& args;
-  const int begin, end, step;  // blocks of k in each tile; tiles between those of this CTA
+  const int begin, end, step;  // blocks of k in each tile; distance between tiles of this CTA
   int tile, block;
   const uint8_t* weights[kPasses];
   const float* scales[kScalePasses];
-  const Element* tokens[kTokenPasses];  // null where there is no such token
+  const Element* tokens[kTokenPasses];  // null if there is no such token
 
   __device__ __forceinline__ CodedCopies(const CodedGemmArgs& args, int begin, int end, int tile, int step)
       : args(args), begin(begin), end(end), step(step), tile(tile), block(begin) {
@@ -114,8 +113,8 @@ struct CodedCopies {
     return tile % args.tiles_m * Gemm::kTokens;
   }
 
-  // Calls use(weight, row of the weight) for a row of a tile. Eight gate rows come before the up rows of the same
-  // columns: so one lane has both. The last row stands for those past the end.
+  // Calls use(weight, row of the weight) for a row of a tile. Eight gate rows precede the up rows of the same columns,
+  // so that one lane has both. Rows past the end read the last row.
   template <typename Use>
   __device__ __forceinline__ void with_row(int row, Use&& use) const {
     const bool up = Gemm::kGated && row / 8 % 2 == 1;
@@ -195,7 +194,7 @@ struct CodedCopies {
     }
   }
 
-  // The values in the places of rows past the last token do not matter: their sums are not stored.
+  // The values in rows past the last token do not matter: their sums are not stored.
   __device__ __forceinline__ void load_tokens(uint32_t stage) const {
     const int first = block * Gemm::kBlockK;
 #pragma unroll
@@ -215,7 +214,7 @@ struct CodedCopies {
     if (tile < args.tiles) aim();
   }
 
-  // They are a group also where there is no next block: so that the number of groups behind a block's is always the
+  // If there is no next block, it commits an empty group, so that the number of groups after a block's is always the
   // same.
   __device__ __forceinline__ void start(uint32_t stage) {
     if (tile < args.tiles) {
@@ -226,7 +225,7 @@ struct CodedCopies {
     sm80::cp_async_commit();
   }
 
-  // Starts the weights of the first blocks, for all stages but one.
+  // Starts copying the weights of the first blocks, for all stages but one.
   __device__ __forceinline__ void fill_weights(uint32_t ring) {
 #pragma unroll 1
     for (int stage = 0; stage < Gemm::kStages - 1 && tile < args.tiles; ++stage) {
@@ -235,7 +234,7 @@ struct CodedCopies {
     }
   }
 
-  // The rows of a that belong to them.
+  // Starts copying the matching rows of a.
   __device__ __forceinline__ void fill_tokens(uint32_t ring) {
 #pragma unroll 1
     for (int stage = 0; stage < Gemm::kStages - 1; ++stage) {
@@ -248,7 +247,7 @@ struct CodedCopies {
   }
 };
 
-// The place of a thread in the products. `row` is its weight row, and its row of a, of eight.
+// The position of a thread in the products. `row` is its weight row, and its row of a, modulo eight.
 template <typename Gemm>
 struct CodedLane {
   const int warp_m, warp_k, row, quarter;
@@ -258,7 +257,7 @@ struct CodedLane {
         row(threadIdx.x % 32 / 4),
         quarter(threadIdx.x % 4) {}
 
-  // A row of tile `i` of the warp, of those of the CTA's tile: the lane's, or the one 8 below it.
+  // A row of the CTA's tile, in tile `i` of the warp: the lane's row, or the one 8 below it.
   __device__ __forceinline__ int tile_row(int i, int half) const {
     return (warp_m * Gemm::kTilesM + i) * 16 + half * 8 + row;
   }
@@ -267,7 +266,7 @@ struct CodedLane {
 template <typename Gemm>
 using CodedSums = float[Gemm::kTilesM][Gemm::kTilesN][4];
 
-// A stage of the ring, as a lane reads a block of 64 elements of k from it.
+// A stage of the ring, from which a lane reads a block of 64 elements of k.
 template <typename Gemm>
 struct CodedStage {
   const uint8_t* const stage;
@@ -282,7 +281,7 @@ struct CodedStage {
   __device__ __forceinline__ float scale(int i, int half) const {
     return reinterpret_cast<const float*>(stage + Gemm::kScalesOffset)[block * Gemm::kRows + lane.tile_row(i, half)];
   }
-  // Half of the 16 elements of a that belong to the lane's codes.
+  // Half of the 16 elements of a that match the lane's codes.
   __device__ __forceinline__ uint4 tokens(int n, int half) const {
     const uint8_t* const row = stage + Gemm::kTokensOffset + (n * 8 + lane.row) * Gemm::kTokenBytes;
     const int piece = Gemm::token_piece(lane.row, 2 * lane.quarter + half);
@@ -333,7 +332,7 @@ __device__ __forceinline__ void multiply_block(CodedSums<Gemm>& sums, const Stag
   }
 }
 
-// sums += codes a^T of the warp's tiles, whose words are operands of the tensor cores as they lie.
+// sums += codes a^T of the warp's tiles, whose words are operands of the tensor cores without rearrangement.
 template <typename Gemm>
 __device__ __forceinline__ void multiply_tiles(CodedSums<Gemm>& sums, const uint8_t* stage,
                                                const CodedLane<Gemm>& lane) {
@@ -425,7 +424,7 @@ struct CodedParts {
     return sum;
   }
 
-  // All CTAs have put their sums, or have read them.
+  // Waits until all CTAs have stored their sums, or have read them.
   __device__ __forceinline__ void sync() const {
 #if __CUDA_ARCH__ >= 900
     if (split > 1) {
@@ -480,7 +479,7 @@ template <typename Gemm>
 __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kKernel.ctas)
     coded_gemm_kernel(const __grid_constant__ CodedGemmArgs args) {
 #if __CUDA_ARCH__ != 900
-  if (Gemm::kInTiles) return;  // nothing was measured elsewhere, and choice.cpp takes none
+  if (Gemm::kInTiles) return;  // nothing was measured elsewhere, and choice.cpp does not use it there
 #endif
   extern __shared__ __align__(128) uint8_t raw_shared[];
   uint8_t* const ring = raw_shared + Gemm::Decoder::kBytes;
@@ -506,7 +505,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kKernel.ctas)
 #pragma unroll 1
     for (int block = begin; block < end; ++block) {
       sm80::cp_async_wait<Gemm::kStages - 2>();
-      __syncthreads();  // the block is there, and all warps are done with the one before it
+      __syncthreads();  // the block has arrived, and all warps are done with the one before it
       copies.start(sm80::shared_address(ring) + writing * Gemm::kStageBytes);
       writing = after(writing);
       const uint8_t* const stage = ring + reading * Gemm::kStageBytes;
@@ -524,7 +523,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kKernel.ctas)
     parts.sync();
     store_tile<Gemm>(args, parts, unscale, rank, CodedCopies<Gemm>::first_token(args, tile),
                      CodedCopies<Gemm>::first_column(args, tile));
-    // The next sums of this CTA are put behind another barrier, those of the others are not.
+    // This CTA's next sums are written after another barrier; those of other CTAs are not.
     if (args.split > 1) parts.sync();
   }
   sm80::cp_async_wait<0>();

@@ -40,7 +40,7 @@ cudaError_t launch_coded_gemm(const CodedProblem& p, int split, const Gpu& gpu, 
   return cudaLaunchKernelEx(&config, coded_gemm_kernel<Gemm>, args);
 }
 
-// Int4 in tiles is decoded to bfloat16.
+// Int4 in tiles is decoded only to bfloat16.
 template <typename Element>
 constexpr bool has_kernel(Coding coding) {
   return coding != Coding::kInt4Tiles || std::is_same_v<Element, __nv_bfloat16>;

@@ -1,4 +1,4 @@
-// Decoding of e4m3 and int8 for wgmma: to exact values. The sums of a block of k are multiplied by its scale in
+// Decoding of e4m3 and int8 for wgmma, to exact values. The sums of a block of k are multiplied by its scale in
 // float32.
 #pragma once
 
@@ -22,7 +22,7 @@ class BytesDecoder {
                                           float factor)
       : rows(args, column), shift_(args.of_weight.scale_shift), factor_(factor) {
     const int quarter = threadIdx.x % 4, row = rows.local[0];
-    // The TMA's swizzle of 128 bytes moves pieces of 16 by the row's place in its eight, which both rows share.
+    // The TMA's 128-byte swizzle moves 16-byte chunks by the row's index modulo eight, which is the same for both rows.
     place_ = row * Gemm::kRowBytes + row % 8 * 16 + quarter / 2 * 4;
     select_ = quarter % 2 == 0 ? 0x5140 : 0x7362;
   }
@@ -68,8 +68,8 @@ class BytesDecoder {
   }
 
  private:
-  static constexpr int kSteps = 2;  // of 16 elements of k, that are decoded at a time
-  static constexpr int kHalfBytes = (Gemm::kGated ? Gemm::kColumns : 8) * Gemm::kRowBytes;  // from one row to the other
+  static constexpr int kSteps = 2;  // steps of 16 elements of k that are decoded at a time
+  static constexpr int kHalfBytes = (Gemm::kGated ? Gemm::kColumns : 8) * Gemm::kRowBytes;  // distance of the two rows
   using Part = uint32_t[kSteps][4];
 
   __device__ __forceinline__ float2 scales_of(int block) const {
@@ -92,7 +92,7 @@ class BytesDecoder {
     }
   }
 
-  // Leaves its products on their way, and waits for those before them.
+  // Starts its products, and waits for those before them.
   static __device__ __forceinline__ void multiply_part(float (&sums)[Gemm::kTokens / 2], const Part& decoded,
                                                        uint64_t tokens, int part) {
     using Mma = sm90::WgmmaOfRegisters<typename Gemm::Element, Gemm::kTokens>;

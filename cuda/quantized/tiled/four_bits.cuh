@@ -1,6 +1,6 @@
 // Decoding of 4-bit codes for wgmma: code times scale, rounded once, as if the weight had been decoded before. A pair
-// of codes, in 16 bits each, is one read of shared memory, which has as much to do as the tensor cores; the scale is
-// two numbers of 16 bits, so that the product is as exact as in float32.
+// of 16-bit codes is one read of shared memory, which is as busy as the tensor cores. The scale is two 16-bit numbers,
+// so that the product is as exact as in float32.
 #pragma once
 
 #include "../decode/integers.cuh"
@@ -11,10 +11,10 @@
 
 namespace fused_mlp {
 
-// A thread's part of a block of k of the weights, as wgmma takes them: four steps of 16.
+// A thread's part of a block of k of the weights, in wgmma's layout: four steps of 16.
 using DecodedBlock = uint32_t[4][4];
 
-// The state with which a consumer's thread decodes its rows.
+// The state with which a consumer thread decodes its rows.
 template <typename Gemm>
 class FourBitsDecoder {
  public:
@@ -24,11 +24,11 @@ class FourBitsDecoder {
   static_assert(Table::kBytes == Gemm::kTableBytes);
   const CodedRows<Gemm> rows;
 
-  // Returns what scales are to be multiplied by.
+  // Returns the factor for scales.
   static __device__ __forceinline__ float fill_table(const CodedTiledArgs& args, const CodedTiledShared<Gemm>& shared) {
     if (threadIdx.x >= Gemm::kConsumers) return 1.0f;
     if (args.of_weight.code != nullptr) {
-      auto* const beside = reinterpret_cast<uint64_t*>(shared.begin);  // where the ring is not filled yet
+      auto* const beside = reinterpret_cast<uint64_t*>(shared.begin);  // in the ring, which is not filled yet
       return Table::template fill<Gemm::kConsumers>(shared.table(), args.of_weight, beside);
     }
 #pragma unroll 1
@@ -94,7 +94,7 @@ class FourBitsDecoder {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = rows.local[half];
-      const uint32_t first = weight + row * Gemm::kRowBytes + (row / 4 % 2) * 16;  // the TMA's swizzle of 32 bytes
+      const uint32_t first = weight + row * Gemm::kRowBytes + (row / 4 % 2) * 16;  // the TMA's 32-byte swizzle
       const uint4 low = sm80::load_shared_uint4(first), high = sm80::load_shared_uint4(first ^ 16);
       const uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
       float scale = half == 0 ? scales.x : scales.y;
@@ -124,7 +124,7 @@ class FourBitsDecoder {
     return *reinterpret_cast<const Pair*>(&bits);
   }
 
-  // Those of the lane's byte of a word.
+  // The codes of the lane's byte of a word.
   __device__ __forceinline__ Pair codes_of(uint32_t word) const {
     const uint32_t bits = sm80::load_shared(place_ + __byte_perm(word, 0, select_) * Table::kEntryBytes);
     return *reinterpret_cast<const Pair*>(&bits);
@@ -133,7 +133,7 @@ class FourBitsDecoder {
   const bool has_zeros_;  // int4
   const int shift_;
   const float factor_;
-  const uint32_t place_, select_;  // of the lane's copy of the table, and of its byte of a word
+  const uint32_t place_, select_;  // offset of the lane's copy of the table, selector of its byte of a word
 };
 
 }  // namespace fused_mlp

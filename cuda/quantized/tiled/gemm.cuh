@@ -1,9 +1,9 @@
-// The GEMM of more rows of a with quantised weights, for Hopper: codes are decoded into the registers that wgmma
-// takes its A side from, so that decoded weights never are in memory.
+// The GEMM of more rows of a with quantised weights, for Hopper: codes are decoded into the registers of wgmma's A
+// operand, so decoded weights are never in memory.
 //
-// Weight rows are the M side, 64 for each warpgroup, and up to 256 rows of a (tokens) the N side. While the tensor
-// cores multiply a block of k, the warpgroup decodes the next one: four_bits.cuh, bytes.cuh. A CTA has one tile; a
-// cluster may share its k, and adds its CTAs' sums in the order of their ranks.
+// Weight rows are the M side, 64 per warpgroup, and up to 256 rows of a (tokens) the N side. While the tensor cores
+// multiply a block of k, the warpgroup decodes the next one: four_bits.cuh, bytes.cuh. A CTA has one tile. A cluster
+// may share its k, and adds its CTAs' sums in the order of their ranks.
 #pragma once
 
 #include <type_traits>
@@ -15,7 +15,7 @@ namespace fused_mlp {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// Brings the blocks [begin, end) into the ring. Run by one thread.
+// Loads the blocks [begin, end) into the ring. Run by one thread.
 template <typename Gemm>
 __device__ __forceinline__ void produce(const CodedTiledArgs& args, const CodedTiledShared<Gemm>& shared, int begin,
                                         int end, int column, int token) {
@@ -26,7 +26,7 @@ __device__ __forceinline__ void produce(const CodedTiledArgs& args, const CodedT
     sm90::mbarrier_wait(shared.empty(at.stage), at.parity);
     const uint32_t full = shared.full(at.stage), weight = shared.weight(at.stage);
     sm90::mbarrier_arrive_expect(full, bytes);
-    constexpr int kWords = Gemm::kRowBytes / 2, kBoxBytes = Gemm::kBoxRows * Gemm::kRowBytes;  // of 16 bits
+    constexpr int kWords = Gemm::kRowBytes / 2, kBoxBytes = Gemm::kBoxRows * Gemm::kRowBytes;  // in 16-bit words
     sm90::tma_load(&args.weight, full, weight, block * kWords, column);
     sm90::tma_load(Gemm::kGated ? &args.up_weight : &args.weight, full, weight + kBoxBytes, block * kWords,
                    Gemm::kGated ? column : column + Gemm::kBoxRows);
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtas)
   const Decoder decoder(args, shared, column, factor);
   float sums[Gemm::kTokens / 2] = {};
   decoder.multiply(shared, begin, end, sums);
-  sm90::named_barrier_sync(1, Gemm::kConsumers);  // the sums go where the ring was: all warps must be done with it
+  sm90::named_barrier_sync(1, Gemm::kConsumers);  // the sums overwrite the ring: all warps must be done with it
 #pragma unroll
   for (int i = 0; i < Gemm::kTokens / 2; ++i) {
     const int of_tile = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;

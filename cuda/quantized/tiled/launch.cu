@@ -9,7 +9,7 @@
 namespace fused_mlp {
 namespace {
 
-// A weight's rows as elements of 16 bits.
+// The size of a weight's row in 16-bit elements.
 int64_t words(const CodedProblem& p) { return p.k / kCodedBlock * block_bytes(p.coding) / 2; }
 Matrix words_of(const CodedWeight& weight, const CodedProblem& p) {
   return {const_cast<uint8_t*>(weight.data), words(p)};
@@ -39,13 +39,13 @@ cudaError_t launch_gemm(const CodedProblem& p, int split, const Gpu& gpu, cudaSt
   const cudaError_t error = allow_shared_memory<coded_tiled_kernel<Gemm>>(gpu.shared_of_cta);
   if (error != cudaSuccess) return error;
   const int ctas = static_cast<int>(args.tiles_m * ceil_div(p.n, Gemm::kColumns) * split);
-  // CTAs that could be two to a multiprocessor would be, and leave others idle.
+  // Two CTAs that fit on one multiprocessor would share it, and leave other multiprocessors idle.
   const int shared = ctas <= gpu.multiprocessors ? gpu.shared_of_cta : Gemm::kSharedBytes;
   return sm90::launch_kernel(coded_tiled_kernel<Gemm>, args, ctas, Gemm::kThreads, shared, split, p.starts_early,
                              stream);
 }
 
-// They take int4 too, by another table.
+// These kernels handle int4 too, with another table.
 template <typename Element, bool kGated>
 cudaError_t launch_four_bits(const CodedProblem& p, const CodedPlan& plan, const Gpu& gpu, cudaStream_t stream) {
   constexpr Coding kCoding = Coding::kFourBits;

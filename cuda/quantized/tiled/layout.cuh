@@ -19,7 +19,7 @@ struct CodedTiledArgs {
   int m, n, k;
   int tiles_m;
   int split;
-  int loaded_tokens;  // of a tile; the rest of its places hold anything
+  int loaded_tokens;  // of a tile; its other rows hold arbitrary values
 };
 
 template <Coding kCoding_, typename Element_, bool kGated_, int kTokens_, int kGroups_ = 2>
@@ -33,18 +33,18 @@ struct CodedTiled {
   static constexpr int kGroups = kGroups_, kGroupRows = 64, kRows = kGroups * kGroupRows;
   static constexpr int kColumns = kGated ? kRows / 2 : kRows;
   static constexpr int kConsumers = kGroups * 128, kThreads = kConsumers + 128;
-  static constexpr int kCtas = kTokens > 64 || kGroups > 2 ? 1 : 2;  // of a multiprocessor
+  static constexpr int kCtas = kTokens > 64 || kGroups > 2 ? 1 : 2;  // per multiprocessor
   static constexpr int kConsumerRegisters = kCtas == 2 ? 104 : kGroups > 2 ? 112 : 240, kProducerRegisters = 24;
   static constexpr int kBlockK = tiled_block_k(kCoding);
   static constexpr int kRowBytes = kBlockK / kCodedBlock * block_bytes(kCoding), kBoxRows = kRows / 2;
 
-  static constexpr int kTableBytes = kInBytes ? 0 : 256 * 32 * 4;  // the pairs of all bytes, for each lane
+  static constexpr int kTableBytes = kInBytes ? 0 : 256 * 32 * 4;  // the pairs for all bytes, per lane
   static constexpr int kTokenBytes = kTokens * kBlockK * 2, kWeightBytes = kRows * kRowBytes;
   static constexpr int kStageBytes = kTokenBytes + kWeightBytes;
   static constexpr int kAlignment = 1024, kSharedLimit = 228 * 1024 / kCtas - 1024;
   static constexpr int kStages = (kSharedLimit - kAlignment - kTableBytes) / (kStageBytes + 16);
   static constexpr int kSharedBytes = kAlignment + kTableBytes + kStages * (kStageBytes + 16);
-  static constexpr int kSumStride = kRows + 4;  // no two lanes meet a bank when they write sums
+  static constexpr int kSumStride = kRows + 4;  // no bank conflicts when lanes write sums
   static_assert(kTokens * kSumStride * 4 <= kStages * kStageBytes, "the sums are laid down where the ring was");
 };
 
@@ -68,7 +68,7 @@ struct CodedTiledShared {
   }
 };
 
-// The rows of a tile that are a consumer's thread's: one, and the one 8 below it in a wgmma.
+// The rows of a tile that belong to a consumer thread: one, and the one 8 below it in a wgmma.
 template <typename Gemm>
 struct CodedRows {
   int local[2];
@@ -87,7 +87,7 @@ struct CodedRows {
     }
   }
 
-  // Those of a block of kCodedBlock elements of k, in units of 1 << shift of them.
+  // The scales of a block of kCodedBlock elements of k; 1 << shift blocks share one.
   __device__ __forceinline__ float2 scales_of(int block, int shift) const {
     return make_float2(__ldg(scales[0] + (block >> shift)), __ldg(scales[1] + (block >> shift)));
   }

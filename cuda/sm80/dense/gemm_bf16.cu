@@ -5,7 +5,7 @@
 
 namespace fused_mlp::sm80 {
 
-// Machine code runs on GPUs of its major version, from its minor version on. A toolkit that does not know 12.0 makes
+// Machine code runs on GPUs of its major version, from its minor version. A toolkit that does not know 12.0 generates
 // none for it.
 bool compiled_for(int major, int minor) {
   constexpr int kCompiled[] = {__CUDA_ARCH_LIST__};

@@ -1,8 +1,9 @@
-// The store of the gradient of act(gate) * up that a tile holds: with gate and up, which are read here, the
-// gradients of both, and the value itself. Nothing of the first is ever stored.
+// The store of a tile of the gradient of act(gate) * up. It reads gate and up, and stores the gradients of both and the
+// value itself; the tile's gradient is never stored.
 //
-// Each warp puts its sums into shared memory, 16 rows at a time, and takes them back eight adjacent columns at a time,
-// so that all else is read and written in pieces of 16 bytes, and by the same lane: gradients may replace gate and up.
+// Each warp puts its sums into shared memory, 16 rows at a time, and reads them back eight adjacent columns at a time,
+// so that everything else is read and written in 16-byte chunks, and by the same lane: gradients may overwrite gate and
+// up.
 #pragma once
 
 #include "../../gemm/epilogue.cuh"
@@ -34,7 +35,7 @@ __device__ __forceinline__ uint4* piece_of(const Matrix& matrix, int row, int co
   return reinterpret_cast<uint4*>(static_cast<Element*>(matrix.data) + row * matrix.row_stride + column);
 }
 
-// Makes and stores what belongs to a piece, of the gradients in `gradient`.
+// Computes and stores the results of a chunk from the gradients in `gradient`.
 template <typename Gemm>
 __device__ __forceinline__ void store_gradient_piece(const typename Gemm::Args& args, const float (&gradient)[kPiece],
                                                      const uint4& gate_bits, const uint4& up_bits, int row,
@@ -57,30 +58,30 @@ __device__ __forceinline__ void store_gradient_piece(const typename Gemm::Args& 
   if (args.out.data != nullptr) *piece_of<Element>(args.out, row, column) = pack<Element>(value);
 }
 
-// Stores what the warp's tile makes. Leaves the sums undefined.
+// Stores the results of the warp's tile. Leaves the sums undefined.
 template <typename Gemm>
 __device__ __forceinline__ void store_gradients(const typename Gemm::Args& args, Accumulator<typename Gemm::Tile>& sums,
                                                 uint32_t shared, int first_row, int first_column) {
   using Element = typename Gemm::Element;
   constexpr bool kOfUp = Gemm::kProduct == Product::kGatedGradient;
-  constexpr int kPieces = Gemm::kWarpColumns / kPiece;  // pieces of a row
+  constexpr int kPieces = Gemm::kWarpColumns / kPiece;  // chunks of a row
   constexpr int kOfLane = kMmaM * kPieces / 32;
-  constexpr int kRowsApart = 32 / kPieces;  // rows between a lane's pieces
+  constexpr int kRowsApart = 32 / kPieces;  // rows between a lane's chunks
   constexpr int kStride = Gemm::kGradientStride * 4;
   const int lane = threadIdx.x % 32;
   const int column = first_column + lane % kPieces * kPiece;
 #pragma unroll 1
   for (int i = 0; i < Gemm::kTilesM; ++i) {
-    const int top = first_row + i * kMmaM + lane / kPieces;  // row of this lane's first piece
+    const int top = first_row + i * kMmaM + lane / kPieces;  // row of this lane's first chunk
     const auto present = [&](int each) { return top + each * kRowsApart < args.m && column < args.n; };
-    uint4 gates[kOfLane] = {}, ups[kOfLane] = {};  // on their way while the sums are laid down
+    uint4 gates[kOfLane] = {}, ups[kOfLane] = {};  // loaded while the sums are written to shared memory
 #pragma unroll
     for (int each = 0; each < kOfLane; ++each) {
       if (!present(each)) continue;
       gates[each] = *piece_of<Element>(args.training.gate, top + each * kRowsApart, column);
       if (kOfUp) ups[each] = *piece_of<Element>(args.training.up, top + each * kRowsApart, column);
     }
-    warp_sync();  // all lanes have read the rows before
+    warp_sync();  // all lanes have read the previous rows
 #pragma unroll
     for (int j = 0; j < Gemm::kTilesN; ++j) {
       const uint32_t place = shared + lane / 4 * kStride + (j * kMmaN + lane % 4 * 2) * 4;

@@ -1,12 +1,12 @@
-// The GEMM for few rows of a. Its time is that of reading the weights, which pass through shared memory once for each
-// tile of rows. Weight rows are the M side of the products, and the rows of a (tokens) are the N side, 8 at least: so
-// no part of the weights' 16 rows is wasted.
+// The GEMM for few rows of a. Its time is that of reading the weights, which pass through shared memory once per tile
+// of rows. Weight rows are the M side of the products, and the rows of a (tokens) are the N side, at least 8, so the 16
+// rows of the M side are always filled.
 //
-// CTAs are persistent, and their copies run ahead of their products by the whole ring, also from one tile to the next:
-// they go on while the sums of a tile are added and stored. Up to 32 tokens, and in some kernels up to 64, warps share
-// k: each multiplies its part of every block, and their sums are added in the order of the warps. So tiles may be
-// narrow enough for their number to fill a chip evenly, and no CTA waits for another. With many tokens and warps there
-// would be too many sums to add.
+// CTAs are persistent, and their copies run ahead of their products by the whole ring, also into the next tile: they
+// continue while the sums of a tile are added and stored. Up to 32 tokens, and in some kernels up to 64, warps share k:
+// each multiplies its part of every block, and their sums are added in the order of the warps. So tiles may be narrow
+// enough for their number to fill the GPU evenly, and no CTA waits for another. With many tokens and warps there would
+// be too many sums to add.
 #pragma once
 
 #include "../../overlap.cuh"
@@ -48,8 +48,8 @@ struct StreamedGemm {
   static constexpr int kSharedBytes = streamed_shared_bytes(kShape);
   static_assert(kTokens % kTokensOfRound == 0);
 
-  // Rows of one weight that lie behind each other in a tile, before those of the other for the same columns. A warp
-  // that has all of k has both, so that it can multiply them.
+  // The number of consecutive rows of one weight in a tile, before those of the other weight for the same columns. A
+  // warp that has all of k has both, so that it can multiply them.
   static constexpr bool kSharesK = kWarpsK_ > 1;
   static constexpr int kRun = kSharesK || !kGated ? kColumns : Tile::kWarpRowsM / 2;
   static_assert(kRun % kMmaM == 0);
@@ -61,7 +61,7 @@ template <typename Gemm>
 struct DenseTile {
   using Element = typename Gemm::Element;
   const StreamedGemmArgs& args;
-  int token, column;  // the first
+  int token, column;  // the first ones
 
   __device__ __forceinline__ int tokens() const { return args.m - token; }
   __device__ __forceinline__ const Element* token_row(int row) const {
@@ -75,7 +75,7 @@ struct DenseTile {
     return operand == Operand::kUp ? args.epilogue.up_bias : args.epilogue.bias;
   }
   __device__ __forceinline__ bool is_biased(Operand operand) const { return bias(operand) != nullptr; }
-  // Those of two adjacent columns, the first of which is even.
+  // The biases of two adjacent columns, the first of which is even.
   __device__ __forceinline__ float2 biases(Operand operand, int at) const {
     return to_float2(load_bias_pair<Element>(bias(operand), at, args.n));
   }
@@ -98,7 +98,7 @@ struct DenseTiles {
   }
 };
 
-// The copies, which run ahead of the products from tile to tile.
+// The copies, which run ahead of the products into the next tile.
 template <typename Gemm, typename Tiles>
 struct StreamedCopies {
   using Element = typename Gemm::Element;
@@ -109,16 +109,16 @@ struct StreamedCopies {
   const StreamedGemmArgs& args;
   const Tiles& tiles;
   int tile;
-  int first;  // block of a tile that is copied, by where it begins
-  int begin;  // where the next block begins
+  int first;  // block of a tile with which copying starts
+  int begin;  // start of the next block
   Weights weights;
   Tokens tokens;
 
   __device__ __forceinline__ StreamedCopies(const StreamedGemmArgs& args, const Tiles& tiles, int tile)
       : StreamedCopies(args, tiles, tile, tiles.at(tile)) {}
 
-  // CTAs of gated products begin at different blocks: not all read the same lines of a, and of the memory's channels,
-  // at a time. Plain ones, with fewer and longer rows, are slower so.
+  // CTAs of gated products start with different blocks, so that they do not all read the same lines of a and the same
+  // memory channels at a time. Plain ones, with fewer and longer rows, would be slower.
   __device__ __forceinline__ static int first_block(const StreamedGemmArgs& args) {
     return Gemm::kGated ? blockIdx.x % ((args.k + Tile::kBlockK - 1) / Tile::kBlockK) * Tile::kBlockK : 0;
   }
@@ -127,7 +127,7 @@ struct StreamedCopies {
   __device__ __forceinline__ static Weights weights_of(const Place& place) {
     return Weights([&](int row) {
       const bool up = Gemm::kGated && row / Gemm::kRun % 2 == 1;
-      const int runs = row / Gemm::kRun / Gemm::kParts;  // runs of both weights, before this row's
+      const int runs = row / Gemm::kRun / Gemm::kParts;  // runs of both weights before this row's
       return place.weight_row(up ? Operand::kUp : Operand::kGate, runs * Gemm::kRun + row % Gemm::kRun);
     });
   }
@@ -136,7 +136,7 @@ struct StreamedCopies {
     return Tokens([&](int row) { return place.token_row(row); }, place.tokens());
   }
 
-  // Starts those of the next block, if there is one.
+  // Starts the copies of the next block, if there is one.
   template <bool kOfWeights, bool kOfTokens>
   __device__ __forceinline__ void start_some(uint32_t stage) {
     if (tile < tiles.count()) {
@@ -155,15 +155,15 @@ struct StreamedCopies {
     }
   }
 
-  // They are a group also where there is no next block: so that the number of groups behind a block's is always the
+  // If there is no next block, it commits an empty group, so that the number of groups after a block's is always the
   // same.
   __device__ __forceinline__ void start(uint32_t stage) {
     start_some<true, true>(stage);
     cp_async_commit();
   }
 
-  // Starts those of the first blocks, for all stages but one. Only weights are read until the kernel that writes a is
-  // done.
+  // Starts the copies of the first blocks, for all stages but one. Only weights are read until the kernel that writes a
+  // is done.
   __device__ __forceinline__ void fill(uint32_t ring) {
     constexpr int kFilled = Tile::kStages - 1;
     if (!args.starts_early) {
@@ -197,7 +197,7 @@ struct StreamedCopies {
         tokens(tokens_of(place)) {}
 };
 
-// Computes every gridDim.x-th tile from the CTA's on, of which there is one.
+// Computes every gridDim.x-th tile, starting at the CTA's index; there is at least one.
 template <typename Gemm, typename Tiles>
 __device__ __forceinline__ void stream(const typename Gemm::Args& args, const Tiles& tiles) {
   using Tile = typename Gemm::Tile;
@@ -224,7 +224,7 @@ __device__ __forceinline__ void stream(const typename Gemm::Args& args, const Ti
 #pragma unroll 1
     for (int begin = 0; begin < args.k; begin += Tile::kBlockK) {
       cp_async_wait<Tile::kStages - 2>();
-      cta_sync();  // the block is there, and all warps are done with the one before it
+      cta_sync();  // the block has arrived, and all warps are done with the one before it
       copies.start(writing);
       writing = after(writing);
 #pragma unroll

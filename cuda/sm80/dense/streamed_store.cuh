@@ -1,6 +1,6 @@
-// The stores of streamed_gemm.cuh's tiles: sums of warps that share k meet in shared memory, some tokens at a
-// time; those of a warp that has all of k go from its registers. Where a tile's results go, and what is added to its
-// sums, its Output says: DenseTile (streamed_gemm.cuh), or GroupedTile (grouped.cuh).
+// The stores of streamed_gemm.cuh's tiles. Sums of warps that share k are added in shared memory, for some tokens at a
+// time; those of a warp that has all of k are stored from its registers. The Output determines where a tile's results
+// go, and what is added to its sums: DenseTile (streamed_gemm.cuh), or GroupedTile (grouped.cuh).
 #pragma once
 
 #include "../../gemm/epilogue.cuh"
@@ -8,13 +8,14 @@
 
 namespace fused_mlp::sm80 {
 
-// The place of the sums of the warps that share a part of k, for a token, from those of the tile's first weight row on.
+// Where the sums of the warps that share a part of k are stored, for a token, starting with the tile's first weight
+// row.
 template <typename Gemm>
 __device__ __forceinline__ uint32_t sums_place(uint32_t sums, int warp_k, int token) {
   return sums + (warp_k * Gemm::kTokensOfRound + token) * Gemm::kSumStride * 4;
 }
 
-// Writes the warp's sums of the tokens from `first` on to shared memory.
+// Writes the warp's sums of the tokens from `first` to shared memory.
 template <typename Gemm>
 __device__ __forceinline__ void lay_down(uint32_t shared, const Accumulator<typename Gemm::Tile>& sums,
                                          const WarpPlace<typename Gemm::Tile>& warp, int first) {
@@ -33,8 +34,8 @@ __device__ __forceinline__ void lay_down(uint32_t shared, const Accumulator<type
   }
 }
 
-// Adds the warps' sums, of eight adjacent columns of a token and their bias, in the order of the warps. Calls
-// take(i, sum) for each column.
+// Adds the warps' sums, for eight adjacent columns of a token, and their bias, in the order of the warps. Calls take(i,
+// sum) for each column.
 template <typename Gemm, typename Output, typename Take>
 __device__ __forceinline__ void add_up(uint32_t shared, const Output& output, Operand operand, int token, int row,
                                        int column, Take&& take) {
@@ -59,7 +60,7 @@ __device__ __forceinline__ void add_up(uint32_t shared, const Output& output, Op
   for (int i = 0; i < kPiece; ++i) take(i, output.bounded(operand, total[i]));
 }
 
-// Stores the tokens from `first` on, whose sums are in shared memory: eight columns of a token at a time.
+// Stores the tokens from `first`, whose sums are in shared memory: eight columns of a token at a time.
 template <typename Gemm, typename Output>
 __device__ __forceinline__ void store_tokens(uint32_t shared, const typename Gemm::Args& args, const Output& output,
                                              int first) {
@@ -93,7 +94,7 @@ __device__ __forceinline__ void add_and_store(uint32_t shared, const typename Ge
                                               const WarpPlace<typename Gemm::Tile>& warp, const Output& output) {
 #pragma unroll
   for (int first = 0; first < Gemm::kTokens; first += Gemm::kTokensOfRound) {
-    if (first > 0) cta_sync();  // the sums before have been read
+    if (first > 0) cta_sync();  // the previous sums have been read
     lay_down<Gemm>(shared, sums, warp, first);
     cta_sync();
     store_tokens<Gemm>(shared, args, output, first);

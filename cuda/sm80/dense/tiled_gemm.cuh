@@ -5,10 +5,10 @@
 // are gate rows and the second half the up rows of the same output columns. Sums j and j + kTilesN / 2 of a thread then
 // belong to gate and up of one output element.
 //
-// Most kernels are small enough that a multiprocessor holds two CTAs, and one runs its epilogue while the other has the
-// tensor cores. The larger ones are persistent: the next tile's first blocks are on their way meanwhile.
+// Most kernels are small enough for two CTAs per multiprocessor, and one runs its epilogue while the other uses the
+// tensor cores. The larger ones are persistent: they load the next tile's first blocks during the epilogue.
 //
-// The gradients of training, and the gradient of x, are products with weights as they lie, [k, n].
+// The gradients of training, and the gradient of x, are products with weights in their own layout, [k, n].
 #pragma once
 
 #include "../../gemm/tile_order.cuh"
@@ -50,8 +50,8 @@ struct TiledGemm : CtaTile<Element_, kBlockM_, kBlockN_, kBlockK_, kWarpsM_, kWa
   static constexpr int kColumns = kBlockN_ / kParts;              // columns of the output, in a tile
   static constexpr int kWarpColumns = Tile::kWarpRowsN / kParts;  // columns that a warp computes
   static constexpr int kTilesOfPart = Tile::kTilesN / kParts;     // tiles of a warp, 8 columns each
-  static constexpr int kStoreRowBytes = kWarpColumns * 2;         // bytes of a row of a warp's results on their way out
-  static constexpr int kStoreBytes = kMmaM * kStoreRowBytes;      // they lie where the ring's last stage was
+  static constexpr int kStoreRowBytes = kWarpColumns * 2;         // bytes of a row of a warp's results in shared memory
+  static constexpr int kStoreBytes = kMmaM * kStoreRowBytes;      // they use the memory of the ring's last stage
   static constexpr int kGradientStride = kWarpColumns + 8;        // floats; keeps a warp's lanes on distinct banks
   static constexpr int kGradientBytes = kMmaM * kGradientStride * 4;
   static constexpr int kSharedBytes = tiled_shared_bytes(Tile::kShape);
@@ -61,7 +61,7 @@ struct TiledGemm : CtaTile<Element_, kBlockM_, kBlockN_, kBlockK_, kWarpsM_, kWa
   static_assert(!is_gradient(kProduct) ||
                 (!kPersistent && Tile::kThreads / 32 * kGradientBytes <= Tile::kShape.ring_bytes()));
 
-  // Which weight, and which of the tile's output columns, a weight row of the tile belongs to.
+  // The weight, and the output column of the tile, that a weight row of the tile belongs to.
   __device__ __forceinline__ static Operand operand(int row) {
     return kGated && row / kWarpColumns % 2 == 1 ? Operand::kUp : Operand::kGate;
   }
@@ -69,10 +69,10 @@ struct TiledGemm : CtaTile<Element_, kBlockM_, kBlockN_, kBlockK_, kWarpsM_, kWa
     return row / Tile::kWarpRowsN * kWarpColumns + row % kWarpColumns;
   }
 
-  // The copies of the tile's weights: of `weight`, and where a product is gated also of up's.
+  // The copies of the tile's weights: of `weight`, and in a gated product also of up's.
   __device__ __forceinline__ static auto weights(const Args& args, const Matrix& weight, int first_column) {
     if constexpr (Tile::kLies) {
-      using Loader = LyingLoader<Tile>;  // the last columns stand for those past the end
+      using Loader = LyingLoader<Tile>;  // columns past the end read the last ones
       return Loader(weight, min(first_column + Loader::piece() * kPiece, args.n - kPiece));
     } else {
       return SideLoader<Tile, Tile::kRowsN>([&](int row) {
@@ -83,7 +83,7 @@ struct TiledGemm : CtaTile<Element_, kBlockM_, kBlockN_, kBlockK_, kWarpsM_, kWa
   }
 };
 
-// Starts the copies of the biases of the tile's weight rows. Where there is none, it is zero.
+// Starts the copies of the biases of the tile's weight rows. Without a bias they are zero.
 template <typename Gemm>
 __device__ __forceinline__ void load_biases(const TiledGemmArgs& args, uint32_t shared, int first_column) {
   using Element = typename Gemm::Element;
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtasPerMultiprocessor)
     extern __shared__ __align__(128) uint8_t raw_shared[];
     const uint32_t ring = shared_address(raw_shared);
     uint32_t biases = ring + Tile::kShape.ring_bytes();
-    const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);  // the compiler knows that all lanes have the same
+    const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);  // tells the compiler that all lanes agree
     const WarpPlace<Tile> place(warp);
     int index = blockIdx.x;
     int2 tile = grouped_tile<8>(index, args.tiles_m, args.tiles_n);
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtasPerMultiprocessor)
       const uint32_t warp_biases = biases + place.n * Tile::kWarpRowsN * 2;
       index += gridDim.x;
       const bool more = Gemm::kPersistent && index < args.tiles_m * args.tiles_n;
-      if (more) {  // its first blocks come while this tile is stored, where the ring's last stage was
+      if (more) {  // its first blocks are loaded while this tile is stored, in the memory of the ring's last stage
         tile = grouped_tile<8>(index, args.tiles_m, args.tiles_n);
         biases = biases == ring + Tile::kShape.ring_bytes() ? biases + kBiasBytes : biases - kBiasBytes;
         load_biases<Gemm>(args, biases, tile.y * Gemm::kColumns);
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtasPerMultiprocessor)
       if (!more) break;
     }
   } else {
-    __trap();  // rather than leave the output as it is
+    __trap();  // rather than leave the output unwritten
   }
 }
 

@@ -1,4 +1,4 @@
-// The stores of a tile of sm_80's tiled GEMMs: its results, and for training the sums beside them.
+// The stores of a tile of sm_80's tiled GEMMs: its results, and for training also its sums.
 #pragma once
 
 #include "../../gemm/epilogue.cuh"
@@ -7,7 +7,7 @@
 
 namespace fused_mlp::sm80 {
 
-// The next rows' sums, 16 of them, where a loop's body wants them.
+// Moves the next 16 rows' sums to the indices that the loop's body uses.
 template <typename Tile>
 __device__ __forceinline__ void move_up(Accumulator<Tile>& sums) {
 #pragma unroll
@@ -20,8 +20,8 @@ __device__ __forceinline__ void move_up(Accumulator<Tile>& sums) {
   }
 }
 
-// Parts sums whose columns are gates and ups in turns: those of gates first, then those of ups, each of which a lane
-// has two adjacent ones of. It needs them from two other lanes of its four.
+// Separates sums whose columns are interleaved gates and ups: first the gates, then the ups, of which each lane has two
+// adjacent ones. It gets them from two other lanes of its group of four.
 template <typename Tile>
 __device__ __forceinline__ void part_columns(float (&sums)[Tile::kTilesN][4]) {
   constexpr int kTiles = Tile::kTilesN / 2;
@@ -47,17 +47,17 @@ __device__ __forceinline__ void part_columns(float (&sums)[Tile::kTilesN][4]) {
   }
 }
 
-// Stores values of the warp's tile, 16 rows of them: in registers they are scattered over the lanes, and in shared
-// memory they come together in pieces of 16 bytes.
+// Stores values of 16 rows of the warp's tile: in registers they are scattered over the lanes, and shared memory
+// collects them into 16-byte chunks.
 template <typename Gemm, int kCount>
 __device__ __forceinline__ void store_rows(const typename Gemm::Args& args, const Matrix& matrix,
                                            const float (&value)[kCount], uint32_t store, int first_row, int end_row,
                                            int first_column) {
   using Element = typename Gemm::Element;
-  constexpr int kPieces = Gemm::kStoreRowBytes / kPieceBytes;  // pieces of a row
+  constexpr int kPieces = Gemm::kStoreRowBytes / kPieceBytes;  // chunks of a row
   static_assert(kMmaM * kPieces % 32 == 0, "every lane stores as many pieces");
   const int lane = threadIdx.x % 32;
-  warp_sync();  // all lanes have read the rows before
+  warp_sync();  // all lanes have read the previous rows
 #pragma unroll
   for (int j = 0; j < kCount / 4; ++j) {
     const uint32_t place = store + swizzled<Gemm::kStoreRowBytes>(lane / 4, j) + lane % 4 * 4;
@@ -78,7 +78,7 @@ __device__ __forceinline__ void store_rows(const typename Gemm::Args& args, cons
   }
 }
 
-// Stores the warp's tile, 16 rows at a time, but for rows from end_row on. Leaves the sums undefined.
+// Stores the warp's tile, 16 rows at a time, without rows from end_row. Leaves the sums undefined.
 template <typename Gemm>
 __device__ __forceinline__ void store_tile(const typename Gemm::Args& args, Accumulator<typename Gemm::Tile>& sums,
                                            uint32_t biases, uint32_t store, int first_row, int end_row,
@@ -91,7 +91,7 @@ __device__ __forceinline__ void store_tile(const typename Gemm::Args& args, Accu
   for (int i = 0; i < Gemm::kTilesM; ++i) {
     float value[kTiles * 4];
     if constexpr (Gemm::kGrouped) {
-      if (first_row + i * Gemm::Tile::kTileStepM >= end_row) break;  // nor are the sums there
+      if (first_row + i * Gemm::Tile::kTileStepM >= end_row) break;  // the sums do not exist there either
       if constexpr (Gemm::kGated && Gemm::Tile::kLies) {
         if (args.interleaved) part_columns<typename Gemm::Tile>(sums[0]);
       }

@@ -1,10 +1,10 @@
-// Products whose rows are grouped by weights, the experts of a mixture, by the main loops of dense products: a tile has
-// rows of one expert, which are taken from where they lie. Rows of a tile that are not there are zeros, and are not
+// Products whose rows are grouped by weights, the experts of a mixture, by the main loops of dense products. A tile has
+// rows of one expert, which are read from their original places. Missing rows of a tile are filled with zeros and not
 // read.
 //
-// With few rows the weights stream past them (streamed_gemm.cuh). For very few, nothing is sorted: every CTA finds the
-// tiles in the index by itself. With more rows, tiles are those of the tiled loop, of which warps multiply the filled
-// part alone; so are all tiles of weights [k, n].
+// With few rows the weights are streamed (streamed_gemm.cuh). With very few, nothing is sorted: every CTA searches the
+// index for its tiles. With more rows, tiles are those of the tiled loop, and warps multiply only their filled parts;
+// so are all tiles of weights [k, n].
 #pragma once
 
 #include "../../experts/rows/routes.cuh"
@@ -17,10 +17,10 @@ namespace fused_mlp::sm80 {
 
 struct GroupedOperands {
   Routes routes;
-  FittedTiles fitted;       // none where CTAs search the index
-  const int* token_of_row;  // where rows of a are those of tokens, and sorted; else null
+  FittedTiles fitted;       // none if CTAs search the index
+  const int* token_of_row;  // if rows of a are tokens, and sorted; else null
   GateLimits limits;
-  int64_t weight_stride;  // from an expert's weights to the next one's
+  int64_t weight_stride;  // distance from one expert's weights to the next one's
   int64_t bias_stride, bias_step;
   int slots_of_row;
   int column_tiles;
@@ -34,11 +34,11 @@ struct GroupedTiledArgs : TiledGemmArgs, GroupedOperands {};
 // The tiles of at most kSearchedSlots slots, in the order of their experts.
 struct SearchedRows {
   int tiles;
-  int codes[kSearchedSlots];  // a BlockCode of each
-  int first[kSearchedSlots];  // of its rows
-  int slots[kSearchedSlots];  // of every row
+  int codes[kSearchedSlots];  // a BlockCode per tile
+  int first[kSearchedSlots];  // the first of its rows
+  int slots[kSearchedSlots];  // the slot of every row
 
-  // By all threads of the CTA; the first warp has a lane for each slot.
+  // Called by all threads of the CTA; the first warp has one lane per slot.
   __device__ __forceinline__ void find(const Routes& routes, int tile_rows) {
     static_assert(kSearchedSlots == 32);
     constexpr unsigned kAll = 0xFFFFFFFF;
@@ -76,11 +76,11 @@ struct GroupedTile {
   BlockCode code;
   int row;                     // the first
   int column;                  // the first
-  const int* slots = nullptr;  // of rows, where these are not sorted
+  const int* slots = nullptr;  // of rows, if these are not sorted
 
   __device__ __forceinline__ int tokens() const { return code.rows(); }
   __device__ __forceinline__ int64_t out_row(int at) const { return slots != nullptr ? slots[row + at] : row + at; }
-  // A row past the end is the last one.
+  // A row past the end reads the last one.
   __device__ __forceinline__ const Element* token_row(int at) const {
     const int sorted = row + min(at, code.rows() - 1);
     const int source = slots != nullptr               ? slots[sorted] / args.slots_of_row
@@ -125,7 +125,7 @@ struct GroupedStreamed
   static_assert(GroupedStreamed::kSharedBytes + static_cast<int>(sizeof(SearchedRows)) <= kLeastSharedOfCta);
 };
 
-// Expert by expert; tiles that read the same weights are side by side.
+// Expert by expert; tiles that read the same weights are adjacent.
 template <typename Gemm>
 struct GroupedStreamedTiles {
   const GroupedStreamedArgs& args;
@@ -142,7 +142,7 @@ struct GroupedStreamedTiles {
               index % args.column_tiles * Gemm::kColumns,
               searched.slots};
     }
-    FittedTile tile = load_tile(args.fitted.tiles + index / args.column_tiles);  // of the same expert
+    FittedTile tile = load_tile(args.fitted.tiles + index / args.column_tiles);  // tiles of the same expert
     const int in = index - tile.first * args.column_tiles, tiles_n = in / tile.count;
     if (tile.count > 1) tile = load_tile(args.fitted.tiles + tile.first + in % tile.count);
     return {args, tile.code, tile.row(), tiles_n * Gemm::kColumns};
@@ -155,13 +155,13 @@ __global__ void __launch_bounds__(Gemm::Tile::kThreads, Gemm::kShape.ctas)
     grouped_streamed_kernel(const __grid_constant__ GroupedStreamedArgs args) {
   __shared__ SearchedRows searched;
   if (args.follows_sort) wait_for_previous_kernel();
-  allow_next_kernel();  // which may read the lists: they are there
+  allow_next_kernel();  // it may read the lists, which are written
   const bool searches = args.fitted.tiles == nullptr;
   if (searches) searched.find(args.routes, Gemm::kTokens);
   const int tiles = searches ? searched.tiles : load_fresh(args.fitted.count);
   const GroupedStreamedTiles<Gemm> all{args, searched, tiles * args.column_tiles};
   if (static_cast<int>(blockIdx.x) < all.count()) stream<Gemm>(args, all);
-  wait_for_previous_kernel();  // the kernel behind waits for this one alone
+  wait_for_previous_kernel();  // the next kernel only waits for this one
 }
 
 template <typename Element_, Product kProduct_, bool kTransposed_, int kBlockM_, int kBlockN_, int kBlockK_,
@@ -173,8 +173,8 @@ struct GroupedTiled : TiledGemm<Element_, kProduct_, kBlockM_, kBlockN_, kBlockK
   static constexpr bool kGrouped = true;
   static_assert(!Base::kPersistent && Base::kSharedBytes <= kLeastSharedOfCta);
 
-  // The copies of the tile's weights. Of weights [k, n] the columns of both operands are in one matrix: gates and ups
-  // side by side, or in turns.
+  // The copies of the tile's weights. With weights [k, n] the columns of both operands are in one matrix: gates and ups
+  // concatenated, or interleaved.
   __device__ __forceinline__ static auto weights(const Args& args, const GroupedTile<GroupedTiled>& tile) {
     if constexpr (kTransposed_) {
       using Loader = LyingLoader<Tile>;
@@ -193,8 +193,8 @@ struct GroupedTiled : TiledGemm<Element_, kProduct_, kBlockM_, kBlockN_, kBlockK
   }
 };
 
-// Calls multiply with the number of each warp's tiles that so many rows fill, which is the same for all of the CTA:
-// each has a main loop without branches.
+// Calls multiply with the number of each warp's tiles that contain rows, which is the same in the whole CTA: each
+// number has a main loop without branches.
 template <typename Tile, int kCount = 1, typename Multiply>
 __device__ __forceinline__ void visit_tiles(int rows, Multiply&& multiply) {
   if constexpr (kCount < Tile::kTilesM) {
@@ -213,14 +213,14 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtasPerMultiprocessor)
   allow_next_kernel();
   const int index = blockIdx.x;
   if (index >= load_fresh(args.fitted.count) * args.column_tiles) return;
-  FittedTile fitted = load_tile(args.fitted.tiles + index / args.column_tiles);  // of the same expert
+  FittedTile fitted = load_tile(args.fitted.tiles + index / args.column_tiles);  // tiles of the same expert
   const int2 at = grouped_tile<8>(index - fitted.first * args.column_tiles, fitted.count, args.column_tiles);
   if (fitted.count > 1) fitted = load_tile(args.fitted.tiles + fitted.first + at.x);
   const GroupedTile<Gemm> tile{args, fitted.code, fitted.row(), at.y * Gemm::kColumns};
 
   const uint32_t ring = shared_address(raw_shared);
   const uint32_t biases = ring + Tile::kShape.ring_bytes();
-  const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);  // the compiler knows that all lanes have the same
+  const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);  // tells the compiler that all lanes agree
   const WarpPlace<Tile> place(warp);
   for (int row = threadIdx.x * 2; row < Gemm::kRowsN; row += Gemm::kThreads * 2) {
     const Operand operand = Gemm::operand(row);

@@ -15,15 +15,15 @@ struct GroupedKernel {
   int rows;  // of a tile
 };
 
-// Those of grouped.def for a gated product; of plain ones there are as many.
+// The kernels of grouped.def for a gated product; plain products have equally many.
 constexpr GroupedKernel kGrouped[] = {
 #define FUSED_MLP_GROUPED_STREAMED(PRODUCT, ROWS, ...) {MainLoop::kStreamed, false, ROWS},
 #define FUSED_MLP_GROUPED_TILED(PRODUCT, TRANSPOSED, ROWS, ...) {MainLoop::kTiled, TRANSPOSED, ROWS},
 #include "grouped.def"
 };
 
-// The kernel whose tiles hold the usual rows of an expert, and no more than they have to; of more rows the largest. The
-// time of few is that of reading the weights, which happens once for a tile.
+// The kernel whose tiles hold the usual rows of an expert, and are no larger than needed; the largest if there are more
+// rows. With few rows the time is that of reading the weights, once per tile.
 GroupedKernel kernel_for(const Routes& routes, bool transposed) {
   const GroupedKernel* best = nullptr;
   const int64_t rows = usual_rows(routes);
@@ -41,7 +41,7 @@ GroupedKernel kernel_for(const Routes& routes, bool transposed) {
 
 double products(const GroupedProblem& p) { return p.gemm.gated() ? 2.0 : 1.0; }
 
-// The work of a layer, by so many experts as are usually chosen.
+// The work of a layer, for the number of experts that are usually chosen.
 struct Work {
   double flops, weight_bytes, row_bytes;
 
@@ -51,13 +51,13 @@ struct Work {
         row_bytes(2.0 * p.routes.slots() * static_cast<double>(p.gemm.n + p.gemm.k)) {}
 };
 
-constexpr int kTile = 2;  // the place in Tuning::of_peak of tiles of 128 x 128
+constexpr int kTile = 2;  // the index in Tuning::of_peak of tiles of 128 x 128
 
 double layer_microseconds(const GroupedProblem& p, bool streams, const Gpu& gpu) {
   const Tuning& tuning = tuning_of(gpu);
   const Work work(p);
   const double share = streams ? tuning.share_of_bandwidth : kTiledShareOfBandwidth;
-  // Half of a step of rows is empty in an expert's last tile.
+  // In an expert's last tile, half a step of rows is empty on average.
   const double filled = p.routes.slots() + usual_experts(p.routes) * (kFittedStep / 2.0);
   const double arithmetic = work.flops * filled / p.routes.slots() /
                             (flops_per_microsecond(gpu) * gpu.multiprocessors * tuning.of_peak[kTile]);
@@ -70,7 +70,7 @@ double layer_microseconds(const GroupedProblem& p, const Gpu& gpu) {
 }
 double tiled_layer_microseconds(const GroupedProblem& p, const Gpu& gpu) { return layer_microseconds(p, false, gpu); }
 
-constexpr double kCall = 5.0;         // microseconds of the CPU for an operation of torch, which the GPU waits for
+constexpr double kCall = 5.0;         // microseconds of the CPU for an operation of torch, for which the GPU waits
 constexpr double kRoutingCalls = 12;  // operations that sort the slots, before the CPU knows the rows of each expert
 
 double torch_layer_microseconds(const GroupedProblem& p, const Gpu& gpu) {
@@ -83,7 +83,7 @@ double torch_layer_microseconds(const GroupedProblem& p, const Gpu& gpu) {
   return experts * std::max(kCall, tuning.torch_start + std::max(arithmetic, bytes) / experts);
 }
 
-// Kernels between and behind the products, by the matrices of slots that they move.
+// Kernels between and after the products, by the matrices of slots that they move.
 double moving_microseconds(double elements, double kernels, const Gpu& gpu) {
   const Tuning& tuning = tuning_of(gpu);
   return kernels * tuning.torch_start + 2.0 * elements / (tuning.torch_share_of_bandwidth * gpu.bytes_per_microsecond);
@@ -137,12 +137,13 @@ GroupedPlan plan_trained_experts(const Routes& routes) {
 
 namespace {
 
-// Of a forward and its backward: every layer has three products of as much work, of which two read a side as it lies.
+// A forward and its backward: every layer has three products of equal work, two of which read a transposed side.
 constexpr double kTrainedProducts = 1.0 + 2.0 / kLyingShare;
 
 }  // namespace
 
-// Rows are sorted twice and results added up twice; the gate is a kernel each way, of gates, ups and hidden values.
+// Rows are sorted twice and results added up twice; the gate is one kernel in each direction, on gates, ups and hidden
+// values.
 double trained_experts_microseconds(const GroupedProblem& first, const GroupedProblem& second, const Gpu& gpu) {
   const double slots = first.routes.slots(), hidden = static_cast<double>(second.gemm.k);
   const double gates = 2.0 * hidden + hidden + 4.0 * hidden + 2.0 * hidden;
@@ -150,7 +151,7 @@ double trained_experts_microseconds(const GroupedProblem& first, const GroupedPr
          moving_microseconds(slots * (gates + 6.0 * second.gemm.n), 8.0, gpu);
 }
 
-// The forward's kernels, and for the backward two products of each expert and layer, and twice as much between them.
+// The forward's kernels, and for the backward two products per expert and layer, and twice as much between them.
 double torch_trained_experts_microseconds(const GroupedProblem& first, const GroupedProblem& second, const Gpu& gpu) {
   const double layers = torch_layer_microseconds(first, gpu) + torch_layer_microseconds(second, gpu);
   const double forward = torch_experts_microseconds(first, second, gpu);

@@ -9,8 +9,8 @@
 namespace fused_mlp::sm80 {
 namespace {
 
-// True if there is code of the kernel for a GPU, which has the shared memory for it. 8.7 has as much as 8.0, but runs
-// the code of 8.6.
+// True if the kernel is compiled for a GPU, and fits into its shared memory. 8.7 has as much as 8.0, but runs the code
+// of 8.6.
 bool has_code(const ListedKernel& listed, const Gpu& gpu) {
   const bool large = (gpu.major == 8 || gpu.major == 9) && gpu.minor == 0;
   return listed.shared_bytes <= (large ? gpu.shared_of_cta : kLeastSharedOfCta);
@@ -38,7 +38,7 @@ bool offered(size_t place, const Gpu& gpu) {
 }
 
 GemmPlan choose(const GemmProblem& p, const Gpu& gpu) {
-  constexpr int64_t kStreamedTiles = 2;  // tiles of rows, at most: each reads all the weights
+  constexpr int64_t kStreamedTiles = 2;  // maximum number of tiles of rows: each reads all the weights
   GemmPlan best{{}, std::numeric_limits<double>::infinity()};
   for (size_t place = 0; place < std::size(kListed); ++place) {
     const ListedKernel& listed = kListed[place];

@@ -1,4 +1,4 @@
-// The kernels of sm_80, and which of them is estimated to be the fastest.
+// The kernels of sm_80, and the choice of the one that is estimated to be the fastest.
 #pragma once
 
 #include <array>
@@ -47,7 +47,7 @@ inline constexpr auto kKernels = [] {
   return kernels;
 }();
 
-// A launch finds its kernel by these.
+// A launch finds its kernel by these fields.
 static_assert(
     [] {
       for (size_t i = 0; i < kKernels.size(); ++i) {
@@ -59,27 +59,27 @@ static_assert(
     }(),
     "two kernels have the same tile and ring");
 
-// True if a streamed kernel of so many CTAs starts while the one before it drains, to read weights meanwhile: where
-// that was measured. Few CTAs come to whatever multiprocessors are free first, next to one another, and share a way to
-// L2: where each has much to read, that takes longer than the start.
+// True if a streamed kernel of this many CTAs starts while the one before it drains, to read weights meanwhile; only
+// where that was measured. Few CTAs are placed on whatever multiprocessors are free first, which are neighbours and
+// share a path to L2: if each has much to read, that costs more time than the early start saves.
 inline bool starts_early(const GemmProblem& p, const Shape& shape, int64_t ctas, const Gpu& gpu) {
   constexpr int64_t kMuch = 768 << 10;
   const bool spread = 3 * ctas >= 2 * gpu.multiprocessors;
   return p.follows_ours() && gpu.major == 9 && (spread || shape.rows_m * p.k * 2 <= kMuch);
 }
 
-// True if the choice on a GPU is among others of a kernel, by its place in the list: of those that differ only in their
-// ring, it is of the first that the GPU has room for.
+// True if a kernel, by its index in the list, is a candidate on a GPU: of those that differ only in their ring, the
+// first that the GPU has room for.
 bool offered(size_t place, const Gpu& gpu);
 
-// The kernel that is estimated to take the least time, of those offered.
+// The candidate with the lowest estimated time.
 GemmPlan choose(const GemmProblem& problem, const Gpu& gpu);
 
-// The streamed kernel of the least estimated time on a Hopper GPU, which has kernels of its own: beside_sm90.cpp. Of
-// infinite time where none is to be considered.
+// The streamed kernel with the lowest estimated time on a Hopper GPU, which has its own kernels: beside_sm90.cpp. The
+// time is infinite if there is no candidate.
 GemmPlan choose_beside_sm90(const GemmProblem& problem, const Gpu& gpu);
 
-// kNone, with the plan in *plan, where the GPU's model says that a kernel of ours is the faster way, with a margin.
+// kNone, with the plan in *plan, if the GPU's model says that a kernel of ours is faster by a margin.
 Refusal decide(const GemmProblem& problem, const Gpu& gpu, GemmPlan* plan);
 
 }  // namespace fused_mlp::sm80

@@ -22,7 +22,7 @@ double flops_per_cycle(const Gpu& gpu) {
   return gpu.geforce ? 512.0 : 1024.0;
 }
 
-// The bytes per microsecond that CTAs read: few of them leave some of the bandwidth unused.
+// The bytes per microsecond that CTAs read: few CTAs cannot use the whole bandwidth.
 double bandwidth(double share, int64_t ctas, const Gpu& gpu) {
   const double reach = std::min(1.0, kLeastReach + ctas / (kBusyCtas * gpu.multiprocessors));
   return share * reach * gpu.bytes_per_microsecond;
@@ -42,7 +42,7 @@ double tiled_microseconds(const GemmProblem& p, const ListedKernel& listed, cons
       static_cast<double>(ceil_div(p.k, listed.shape.block_k)) * listed.shape.block_k * (p.pair() ? 2.0 : 1.0);
   const double tile =
       2.0 * kernel.block_m * kernel.block_n * depth / flops_per_microsecond(gpu) / share_of_peak(kernel, tuning);
-  // Tiles side by side on a multiprocessor share its tensor cores. In the last round there may be fewer of them.
+  // Tiles that run on the same multiprocessor share its tensor cores. In the last round there may be fewer of them.
   const int64_t tiles = ceil_div(p.m, kernel.block_m) * ceil_div(p.n, kernel.columns());
   const int64_t side_by_side =
       std::max<int64_t>(1, std::min(2, resident_ctas(listed.shared_bytes, gpu.shared_of_multiprocessor)));
@@ -64,7 +64,7 @@ double streamed_microseconds(const GemmProblem& p, const ListedKernel& listed, c
   const double through_l2 = 2.0 * static_cast<double>(tiles) * p.k * (listed.shape.rows_m + listed.shape.rows_n);
   const double busy = static_cast<double>(std::min<int64_t>(tiles, gpu.multiprocessors)) / gpu.multiprocessors;
   const double from_l2 = through_l2 / (busy * gpu.multiprocessors * kL2BytesPerCycle * gpu.cycles_per_microsecond);
-  // In the last round some multiprocessors have no tile, and the others read no more than so much faster.
+  // In the last round some multiprocessors have no tile, and the others can read faster only to a limited degree.
   const int64_t ctas = gpu.multiprocessors * streamed_ctas(listed.shape, gpu.shared_of_multiprocessor);
   const double idle = std::max(1.0, static_cast<double>(ceil_div(tiles, ctas) * ctas) / tiles);
   const double rounds = tiles > ctas ? (1.0 + idle) / 2.0 : 1.0;
@@ -73,7 +73,7 @@ double streamed_microseconds(const GemmProblem& p, const ListedKernel& listed, c
   return tuning.start + std::max(from_l2, from_memory) + 0.1 * std::min(from_l2, from_memory);
 }
 
-// torch applies tanh-GELU in its GEMM where there is a bias: cuda/dense/torch_layer.h.
+// torch applies tanh-GELU in its GEMM if there is a bias: cuda/dense/torch/torch_layer.h.
 bool torch_has_epilogue(const GemmProblem& p) {
   return p.linear() || (!p.gated() && p.epilogue.bias != nullptr &&
                         p.epilogue.activation == static_cast<int64_t>(Activation::kGeluTanh));
@@ -99,7 +99,7 @@ double torch_microseconds(const GemmProblem& p, const Gpu& gpu) {
   const double bytes_per_microsecond = tuning.torch_share_of_bandwidth * gpu.bytes_per_microsecond;
   const double elements = static_cast<double>(p.m) * p.n;
   const double arithmetic = 2.0 * products(p) * elements * p.k / (flops_per_microsecond(gpu) * gpu.multiprocessors);
-  // The results of two products: the second of a pair reads the first's, and writes it anew.
+  // The results of two products: the second of a pair reads the first's, and overwrites it.
   const double moved = bytes(p, p.pair() ? 3 : p.gated() ? 2 : 1);
   const double gemms = std::max(arithmetic / tuning.torch_of_peak, moved / bytes_per_microsecond);
   const double starts = products(p) * tuning.torch_start;
@@ -108,7 +108,7 @@ double torch_microseconds(const GemmProblem& p, const Gpu& gpu) {
   const double pointwise = 2.0 * elements * matrices;
   const double in_l2 = std::min(pointwise, gpu.l2_bytes / 2.0);
   const double slow = pointwise - in_l2 + in_l2 / kL2Speedup;
-  const double kernels = is_gradient(p.product()) ? 2.0 : 1.0;  // behind the products
+  const double kernels = is_gradient(p.product()) ? 2.0 : 1.0;  // after the products
   return gemms + starts + kernels * tuning.torch_start + slow / bytes_per_microsecond;
 }
 

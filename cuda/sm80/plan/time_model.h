@@ -1,4 +1,4 @@
-// The time of a product, estimated from what a GPU says of itself.
+// The time of a product, estimated from the properties that a GPU reports.
 #pragma once
 
 #include "../../gemm/gpu.h"
@@ -11,12 +11,12 @@ namespace fused_mlp::sm80 {
 // Measured on GPUs of the same compute capability, or else estimated for all.
 const Tuning& tuning_of(const Gpu& gpu);
 
-// Operations of one multiprocessor's tensor cores per microsecond, at most.
+// The peak operations per microsecond of one multiprocessor's tensor cores.
 double flops_per_microsecond(const Gpu& gpu);
 
 double estimated_microseconds(const GemmProblem& problem, const ListedKernel& kernel, const Gpu& gpu);
 
-// torch's GEMMs, and the pointwise kernel behind them where there is one.
+// torch's GEMMs, and the pointwise kernel after them if there is one.
 double torch_microseconds(const GemmProblem& problem, const Gpu& gpu);
 
 }  // namespace fused_mlp::sm80

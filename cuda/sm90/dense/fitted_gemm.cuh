@@ -1,8 +1,8 @@
-// The GEMM for rows grouped by weights, for many rows: the experts of a mixture. An expert's rows are cut into tiles of
-// nearly the same height, any multiple of 16 (sorted_rows.cuh), so that few rows are computed in vain. The operands
-// have swapped places for that: 128 weight rows are the M sides of two wgmmas, and a tile's rows are their N side.
+// The GEMM for rows grouped by weights, for many rows: the experts of a mixture. An expert's rows are divided into
+// tiles of nearly equal height, any multiple of 16 (sorted_rows.cuh), so that few unnecessary rows are computed. For
+// that the operands are swapped: 128 weight rows are the M sides of two wgmmas, and a tile's rows are their N side.
 //
-// A CTA is persistent, with two consumer warpgroups in ping-pong, as in the tiled loop. Of a gated product the first
+// A CTA is persistent, with two consumer warpgroups in ping-pong, as in the tiled loop. In a gated product the first
 // wgmma has gate rows and the second the up rows of the same 64 columns of the output.
 #pragma once
 
@@ -16,7 +16,7 @@
 
 namespace fused_mlp::sm90 {
 
-// Boxes have 16, 32, 64 and 128 rows. Those whose bits a tile's height has bring its rows.
+// Boxes have 16, 32, 64 and 128 rows. The bits set in a tile's height select the boxes that load its rows.
 constexpr int kFittedBoxes = 4;
 
 struct FittedGemmArgs {
@@ -24,29 +24,29 @@ struct FittedGemmArgs {
   CUtensorMap weight;
   CUtensorMap up_weight;
   CUtensorMap out;
-  CUtensorMap gate;  // where what is before the activation is kept
+  CUtensorMap gate;  // where values before the activation are kept
   CUtensorMap up;
-  CUtensorMap rank_rows[kFittedBoxes];  // of the low-rank term, as a; not where rows are gathered
+  CUtensorMap rank_rows[kFittedBoxes];  // for the low-rank term, like a; not if rows are gathered
   CUtensorMap rank_weight;
   CUtensorMap rank_up_weight;
-  RowGather gather;  // in the place of a
+  RowGather gather;  // replaces a
   EpilogueArgs epilogue;
   GateLimits limits;
   FittedTiles fitted;
   int n;
   int k_blocks;         // of all operands
   int own_blocks;       // of a and the weights, without those of the low-rank term
-  int blocks_together;  // that are asked for one right after the other
-  int last_column;      // at which a tile may begin
+  int blocks_together;  // requested one right after the other
+  int last_column;      // the last column at which a tile may start
   int tiles_n;
   int weight_rows;
   int rank_weight_rows;
   int64_t bias_stride;
   int64_t bias_step;
-  bool follows_sort;  // starts before the kernel is done that writes the tiles
-  bool starts_early;  // starts before the kernel is done that writes a
-  bool reads_once;    // weights that no other tile reads
-  bool float_bias;    // biases are float; else they are of the dtype of a
+  bool follows_sort;  // starts before the kernel that writes the tiles is done
+  bool starts_early;  // starts before the kernel that writes a is done
+  bool reads_once;    // no other tile reads the same weights
+  bool float_bias;    // biases are float; else they have the dtype of a
 };
 
 template <typename Element_, Product kProduct_, bool kGathers_ = false>
@@ -57,9 +57,9 @@ struct FittedGemm {
   static constexpr bool kGated = is_gated(kProduct);
   static constexpr bool kKept = is_kept(kProduct);
   static constexpr bool kOuter = false;
-  static constexpr bool kGathers = kGathers_;  // rows of a are those of tokens, where they lie
+  static constexpr bool kGathers = kGathers_;  // rows of a are tokens, in their original places
   static constexpr bool kFences = kGathers;    // threads write to stages, too
-  static constexpr float kUnscale = 1.0f;      // what sums are multiplied by
+  static constexpr float kUnscale = 1.0f;      // the factor for the sums
   static constexpr int kBlockK = sm90::kBlockK;
   static constexpr int kWeightRows = 128;
   static constexpr int kMmas = 2;
@@ -70,7 +70,7 @@ struct FittedGemm {
   static constexpr int kConsumersOfTile = 1;
   static constexpr int kThreads = (kConsumers + 1) * 128;
 
-  // Results leave in boxes of a warp's 16 columns and 16 rows. The code of the epilogue covers a chunk of rows.
+  // Results are stored in boxes of a warp's 16 columns and 16 rows. The code of the epilogue covers a chunk of rows.
   static constexpr int kStepN = 16, kBoxN = 16, kBoxRows = 16;
   static constexpr int kChunk = 96;
   static constexpr int kRowBytes = kBlockK * sizeof(Element);
@@ -96,26 +96,26 @@ struct FittedPlace {
   int column;
 };
 
-// Expert by expert: the weights of no two are read side by side. The list is not read through the cache of what is only
-// read, as it is written while a kernel starts that follows the sort.
+// Expert by expert: CTAs that run at the same time do not read the weights of two experts. The list is not read through
+// the read-only cache, because it is written while a kernel starts that follows the sort.
 template <typename Gemm>
 __device__ __forceinline__ FittedPlace fitted_place(const FittedGemmArgs& args, int index) {
   const auto tile_at = [&](int at) {
     const int4 bits = *reinterpret_cast<const int4*>(args.fitted.tiles + at);
     return FittedTile{{bits.x}, bits.y, bits.z, bits.w};
   };
-  const FittedTile any = tile_at(index / args.tiles_n);  // it has the same expert as the tile that is looked for
+  const FittedTile any = tile_at(index / args.tiles_n);  // it has the same expert as the tile in question
   const int2 at = grouped_tile<TileOrder::kGroupM>(index - any.first * args.tiles_n, any.count, args.tiles_n);
   const FittedTile tile = tile_at(any.first + at.x);
   return {tile.code.expert(), tile.row(), tile.height(), min(at.y * Gemm::kTileN, args.last_column)};
 }
 
-// Rows of tokens, copied to where the TMA would have put them. Eight threads copy 128 bytes of a row.
+// Copies rows of tokens to the places where the TMA would have put them. Eight threads copy 128 bytes of a row.
 struct GatheredRows {
   static constexpr int kThreads = 128;
   static_assert(kThreads / 8 == kFittedStep, "the rows of a step are copied at once");
   const RowGather& gather;
-  uint32_t chunks[kMostFittedRows / kFittedStep];  // where the thread's rows begin in x, in steps of 16 bytes
+  uint32_t chunks[kMostFittedRows / kFittedStep];  // start of the thread's rows in x, in steps of 16 bytes
 
   __device__ __forceinline__ static int chunk() { return threadIdx.x % 8; }
   __device__ __forceinline__ static int row() { return threadIdx.x % kThreads / 8; }
@@ -143,8 +143,8 @@ struct GatheredRows {
   }
 };
 
-// Run by one thread, or where rows are gathered by GatheredRows::kThreads. Weights for the first round of the ring are
-// read before the kernel is done that writes a, where this one starts early.
+// Run by one thread, or by GatheredRows::kThreads if rows are gathered. If this kernel starts early, weights for the
+// first round of the ring are read before the kernel that writes a is done.
 template <typename Gemm>
 __device__ __forceinline__ void produce_fitted(const FittedGemmArgs& args, const TiledGemmShared<Gemm>& shared,
                                                int tiles) {
@@ -167,7 +167,7 @@ __device__ __forceinline__ void produce_fitted(const FittedGemmArgs& args, const
     load_part(of_term ? &args.rank_weight : &args.weight, 0);
     if (Gemm::kGated) load_part(of_term ? &args.rank_up_weight : &args.up_weight, 1);
   };
-  int loaded = 0;  // blocks whose weights are on their way
+  int loaded = 0;  // blocks whose weights are in flight
   if (args.starts_early) {
     const int first_round = static_cast<int>(blockIdx.x) < tiles ? min(args.k_blocks, Gemm::kStages) : 0;
     for (; loaded < first_round; ++loaded) load_weights(fitted_place<Gemm>(args, blockIdx.x), loaded, loaded);
@@ -184,7 +184,7 @@ __device__ __forceinline__ void produce_fitted(const FittedGemmArgs& args, const
       if (args.blocks_together == 1 || block % kMostBlocksTogether == 0) {
         RingPosition last = at;
         for (int i = 1; i < args.blocks_together && block + i < args.k_blocks; ++i) last.advance();
-        mbarrier_wait(shared.empty(last.stage), last.parity ^ 1);  // stages are released in their order
+        mbarrier_wait(shared.empty(last.stage), last.parity ^ 1);  // stages are released in order
       }
       if (loaded > 0) {
         --loaded;
@@ -223,7 +223,7 @@ __device__ __forceinline__ void multiply_fitted(const TiledGemmShared<Gemm>& sha
 #pragma unroll
     for (int mma = 0; mma < Gemm::kMmas; ++mma) fence_accumulator(sums(mma));
   };
-  // So that ptxas does not take what the epilogue left there for a write within the pipeline, as in the tiled loop.
+  // Prevents ptxas from treating what the epilogue left there as a write within the pipeline, as in the tiled loop.
 #pragma unroll
   for (int mma = 0; mma < Gemm::kMmas; ++mma) {
 #pragma unroll
@@ -233,7 +233,7 @@ __device__ __forceinline__ void multiply_fitted(const TiledGemmShared<Gemm>& sha
   for (int block = 0; block < k_blocks; ++block) {
     mbarrier_wait(shared.full(at.stage), at.parity);
     if (block == k_blocks - 1) on_last_block();
-    if constexpr (Gemm::kFences) fence_shared_to_async();  // what other threads have written, before wgmma reads it
+    if constexpr (Gemm::kFences) fence_shared_to_async();  // other threads' writes, before wgmma reads them
     fence();
     wgmma_fence();
 #pragma unroll
@@ -266,7 +266,7 @@ __device__ __forceinline__ void visit_height(int height, Multiply&& multiply) {
   multiply.template operator()<kHeight>();
 }
 
-// The biases of a thread's two columns, eight apart, of an operand; 0 where there are none.
+// The biases of a thread's two columns, eight apart, of an operand; 0 if there are none.
 template <typename Element>
 __device__ __forceinline__ float2 fitted_biases(const FittedGemmArgs& args, const void* biases, int expert,
                                                 int column) {
@@ -334,7 +334,7 @@ __device__ __forceinline__ void store_fitted(const FittedGemmArgs& args, Accumul
         write(args.out, value, step_row, warp_column + output * 64);
       }
     }
-    // The next chunk's accumulators, where the loop's body wants them.
+    // Moves the next chunk's accumulators to the indices that the loop's body uses.
 #pragma unroll
     for (int mma = 0; mma < Gemm::kMmas; ++mma) {
 #pragma unroll
@@ -401,7 +401,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1) fitted_gemm_kernel(const __
   }
   __syncthreads();
   if (args.follows_sort) wait_for_previous_kernel();
-  allow_next_kernel();  // which may read the tiles: they are there
+  allow_next_kernel();  // it may read the tiles, which are written
 
   const int tiles = *args.fitted.count * args.tiles_n;
   if (threadIdx.x >= Gemm::kConsumers * 128) {

@@ -1,8 +1,8 @@
-// The GEMM for few rows of a. Its time is that of reading the weights, so they stream through shared memory once for
-// each tile of rows, and the operands swap places: weight rows are the M side of the wgmma, and the rows of a (tokens)
-// are its N side. A tile has as many columns as share the weights out evenly over the multiprocessors, up to 64 for a
-// wgmma; what a wgmma multiplies beyond them is whatever lies there, and is not stored. A cluster may split k, and adds
-// its CTAs' sums in the order of their ranks through distributed shared memory.
+// The GEMM for few rows of a. Its time is that of reading the weights, so they are streamed through shared memory once
+// per tile of rows, and the operands are swapped: weight rows are the M side of the wgmma, and the rows of a (tokens)
+// are its N side. The number of columns of a tile is chosen to divide the weights evenly among the multiprocessors, up
+// to 64 per wgmma. A wgmma multiplies arbitrary values in the columns beyond them, and these results are not stored. A
+// cluster may split k, and adds its CTAs' sums in the order of their ranks through distributed shared memory.
 #pragma once
 
 #include "../../gemm/epilogue.cuh"
@@ -26,7 +26,7 @@ struct StreamedGemmArgs {
   int n;
   int k_blocks;         // of all operands
   int own_blocks;       // of a and the weights, without those of low_rank
-  int blocks_together;  // that are asked for one right after the other
+  int blocks_together;  // requested one right after the other
   int tiles_m;
   int tokens;         // in a tile
   int columns;        // likewise
@@ -46,9 +46,9 @@ struct StreamedShape {
   static constexpr bool kTransposed = false;  // true if weights are [k, n]: M-major operands
   static constexpr int kGroups = kGroups_;    // wgmmas of 64 rows of one weight, which are columns of the output
   static constexpr int kRows = kGroups * kStreamedColumns;
-  static constexpr bool kSaysReadsOnce = false;  // true if the L2 cache is told if weights are read once
-  static constexpr bool kTakesLowRank = false;   // true if a product of few columns may be added
-  static constexpr bool kStoresAlone = false;    // true if a CTA that is a cluster by itself stores from registers
+  static constexpr bool kSaysReadsOnce = false;  // true if the L2 cache gets a hint that weights are read once
+  static constexpr bool kTakesLowRank = false;   // true if a low-rank term may be added
+  static constexpr bool kStoresAlone = false;    // true if a CTA that is a cluster of one stores from registers
   static constexpr int kBlockK = sm90::kBlockK;
   static constexpr int kParts = kGated ? 2 : 1;  // gate and up
   static constexpr int kThreads = 128 + 32;      // a consumer warpgroup and a producer warp
@@ -62,7 +62,7 @@ struct StreamedShape {
 
   static constexpr int kPartialStride = kRows + 4;  // floats; the padding keeps the threads of a warp on distinct banks
   static constexpr int kPartialBytes = kParts * kTokens * kPartialStride * 4;
-  // The shared memory of a CTA where a multiprocessor holds this many. The system takes 1024 bytes of each CTA's part.
+  // The shared memory of a CTA if a multiprocessor holds this many. The system reserves 1024 bytes of each CTA's part.
   __host__ __device__ static constexpr int shared_limit(int ctas) { return 228 * 1024 / ctas - 1024; }
   static constexpr int kSharedLimit = shared_limit(kCtasPerMultiprocessor);
   static constexpr int kStages = (kSharedLimit - kAlignment) / (kStageBytes + 16);
@@ -70,7 +70,8 @@ struct StreamedShape {
   static_assert(kPartialBytes <= kStages * kStageBytes, "the sums are laid down where the ring was");
 };
 
-// For tiles of up to kColumns columns. The ring is cut at the launch, for as many CTAs as a multiprocessor is to hold.
+// For tiles of up to kColumns columns. The launch sizes the ring, for the number of CTAs that a multiprocessor is to
+// hold.
 template <typename Element, Product kProduct, int kTokens, int kColumns>
 struct StreamedGemm : StreamedShape<Element, kProduct, kTokens, streamed_ctas(kColumns), kColumns / kStreamedColumns> {
   using Shape = StreamedShape<Element, kProduct, kTokens, streamed_ctas(kColumns), kColumns / kStreamedColumns>;
@@ -81,7 +82,7 @@ struct StreamedGemm : StreamedShape<Element, kProduct, kTokens, streamed_ctas(kC
 
   static constexpr int part_bytes(int columns) { return (columns + 7) / 8 * 8 * Shape::kBlockK * sizeof(Element); }
   static constexpr int stage_bytes(int columns) { return Shape::kParts * part_bytes(columns) + Shape::kTokenBytes; }
-  // A wgmma of the last stage may read behind the ring: the tokens of the stage lie behind its weights.
+  // A wgmma of the last stage may read past the ring, because a stage's tokens follow its weights.
   static constexpr int overrun(int columns) {
     const int read = kColumns * Shape::kBlockK * static_cast<int>(sizeof(Element));
     const int behind = read - part_bytes(columns) - Shape::kTokenBytes;
@@ -96,7 +97,7 @@ struct StreamedGemm : StreamedShape<Element, kProduct, kTokens, streamed_ctas(kC
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// The addresses of what a CTA keeps in shared memory.
+// The addresses of a CTA's data in shared memory.
 template <typename Gemm>
 struct StreamedGemmShared {
   uint32_t ring;
@@ -108,7 +109,7 @@ struct StreamedGemmShared {
       : ring((shared_address(raw) + Gemm::kAlignment - 1) & ~(Gemm::kAlignment - 1)),
         columns(columns),
         stages(stages) {}
-  // A part of a stage begins where the swizzle does, every 8 rows.
+  // A part of a stage starts at a multiple of the swizzle's period of 8 rows.
   __device__ __forceinline__ int part_bytes() const {
     return (columns + 7) / 8 * (Gemm::kWeightBytes / Gemm::kRows * 8);
   }
@@ -122,14 +123,14 @@ struct StreamedGemmShared {
   __device__ __forceinline__ uint32_t tokens(int stage) const { return weight(stage, Gemm::kParts); }
   __device__ __forceinline__ uint32_t full(int stage) const { return ring + stages * stage_bytes() + stage * 8; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(stages + stage); }
-  // The sums lie where the ring was.
+  // The sums use the memory of the ring.
   __device__ __forceinline__ uint32_t partial(int part, int token, int row) const {
     return ring + ((part * Gemm::kTokens + token) * Gemm::kPartialStride + row) * 4;
   }
 };
 
-// A tile of an output whose rows all have the same weights. What the main loop knows of a tile it has from here: rows
-// grouped by weights have another (grouped_gemm.cuh).
+// A tile of an output whose rows all have the same weights. The main loop knows a tile only through this interface;
+// rows grouped by weights have another class (grouped_gemm.cuh).
 template <typename Gemm>
 struct StreamedTile {
   using Element = typename Gemm::Element;
@@ -160,7 +161,7 @@ struct StreamedTile {
   }
 };
 
-// Brings the k blocks [k.x, k.y) into the ring. Run by one thread.
+// Loads the k blocks [k.x, k.y) into the ring. Run by one thread.
 template <typename Gemm, typename Tile>
 class Producer {
  public:
@@ -175,7 +176,8 @@ class Producer {
         at_(shared.stages, 1) {}  // all stages are empty
 
   __device__ __forceinline__ void run() {
-    // A ring of no more stages than are loaded together would not release its last one before another block arrives.
+    // With no more stages than are loaded together, a ring would not release its last stage before another block
+    // arrives.
     if (args_.blocks_together > 1 && shared_.stages > kMostBlocksTogether) {
       load_all<kMostBlocksTogether>();
     } else {
@@ -188,13 +190,14 @@ class Producer {
   }
 
  private:
-  // Asks for kBlocks blocks at a time.
+  // Requests kBlocks blocks at a time.
   template <int kBlocks>
   __device__ __forceinline__ void load_all() {
-    // In the first round, only weights are read until the kernel that writes a is done. Where it is, the first block
-    // must not wait for all weights of the round: that takes microseconds, in which nothing else would be asked for.
+    // In the first round, only weights are read until the kernel that writes a is done. If it is done already, the
+    // first block must not wait for all weights of the round: that would take microseconds, in which nothing else is
+    // requested.
     const int first_round = min(k_.y, k_.x + shared_.stages / kBlocks * kBlocks);
-    // Not unrolled: code that is run for the first time comes from memory, which takes longer than a block's copies.
+    // Not unrolled: code that runs for the first time comes from memory, which takes longer than a block's copies.
 #pragma unroll 1
     for (int block = k_.x; block < first_round; block += kBlocks) load<kBlocks, true>(block, !args_.starts_early);
     if (args_.starts_early) {
@@ -206,7 +209,7 @@ class Producer {
     for (int block = first_round; block < k_.y; block += kBlocks) load<kBlocks, false>(block, true);
   }
 
-  // Loads kBlocks blocks, or those that are left, as soon as there is room for all of them: in the first round at once.
+  // Loads kBlocks blocks, or the remaining ones, as soon as there is room for all of them; in the first round at once.
   template <int kBlocks, bool kFirstRound>
   __device__ __forceinline__ void load(int block, bool with_tokens) {
     const int blocks = min(kBlocks, k_.y - block);
@@ -268,7 +271,7 @@ class Producer {
   RingPosition at_;
 };
 
-// The sums of a thread, of both parts, as Wgmma has them.
+// The sums of a thread for both parts, in the layout of Wgmma.
 template <typename Gemm>
 using StreamedSums = float[Gemm::kParts * Gemm::kGroups][Gemm::kTokens / 2];
 
@@ -318,7 +321,7 @@ __device__ __forceinline__ void lay_down(const StreamedGemmShared<Gemm>& shared,
                                          const StreamedSums<Gemm>& accumulator) {
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
-  named_barrier_sync(1, 128);  // the sums go where the ring was: all warps must be done with it
+  named_barrier_sync(1, 128);  // the sums overwrite the ring: all warps must be done with it
 #pragma unroll
   for (int mma = 0; mma < Gemm::kParts * Gemm::kGroups; ++mma) {
 #pragma unroll
@@ -353,7 +356,7 @@ __device__ __forceinline__ float4 sum_partials(const StreamedGemmShared<Gemm>& s
   return sum;
 }
 
-// The same where columns of gate and up alternate: of four columns of the output.
+// The same if columns of gate and up alternate, for four columns of the output.
 template <typename Gemm>
 __device__ __forceinline__ float4 sum_alternating(const StreamedGemmShared<Gemm>& shared, Operand operand, int token,
                                                   int row, int ranks) {
@@ -364,7 +367,7 @@ __device__ __forceinline__ float4 sum_alternating(const StreamedGemmShared<Gemm>
                                    : make_float4(low.y, low.w, high.y, high.w);
 }
 
-// Stores this CTA's share of the tile. Each thread takes four adjacent columns of a token.
+// Stores this CTA's share of the tile. Each thread handles four adjacent columns of a token.
 template <typename Gemm, typename Tile>
 __device__ __forceinline__ void finish(const StreamedGemmArgs& args, const StreamedGemmShared<Gemm>& shared,
                                        const Tile& tile, int rank, int ranks) {
@@ -398,7 +401,7 @@ __device__ __forceinline__ void finish(const StreamedGemmArgs& args, const Strea
   }
 }
 
-// Stores a tile whose sums are those of one CTA, from registers. Results are transposed on their way: a thread has sums
+// Stores a tile whose sums are those of one CTA, from registers. Results are transposed on the way: a thread has sums
 // of one column and several tokens, and stores two columns of a token.
 template <typename Gemm>
 __device__ __forceinline__ void store_alone(const StreamedGemmArgs& args, const StreamedTile<Gemm>& tile,
@@ -441,7 +444,7 @@ __device__ __forceinline__ void store_alone(const StreamedGemmArgs& args, const 
   }
 }
 
-// Initialises the ring's barriers. The CTA's threads have to meet before they use them.
+// Initialises the ring's barriers. The CTA's threads must synchronise before they use them.
 template <typename Gemm>
 __device__ __forceinline__ void prepare_to_stream(const StreamedGemmArgs& args,
                                                   const StreamedGemmShared<Gemm>& shared) {
@@ -451,7 +454,7 @@ __device__ __forceinline__ void prepare_to_stream(const StreamedGemmArgs& args,
     prefetch_tensor_map(&args.a);
     for (int stage = 0; stage < shared.stages; ++stage) {
       mbarrier_init(shared.full(stage), 1);
-      mbarrier_init(shared.empty(stage), 4);  // one arrival for each of the consumers' warps
+      mbarrier_init(shared.empty(stage), 4);  // one arrival per consumer warp
     }
     fence_mbarrier_init();
   }

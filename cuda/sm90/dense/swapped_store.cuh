@@ -1,6 +1,6 @@
-// Stores the tiles of a GEMM whose operands have swapped places. A thread's accumulators belong to two columns of the
-// output, eight apart, and to 2 of every 8 rows. They are transposed on their way into shared memory, and the TMA
-// stores them in boxes of a warp's 16 columns.
+// Stores the tiles of a GEMM with swapped operands. A thread's accumulators belong to two columns of the output, eight
+// apart, and to 2 of every 8 rows. They are transposed on the way into shared memory, and the TMA stores them in boxes
+// of a warp's 16 columns.
 #pragma once
 
 #include "../../gemm/epilogue.cuh"
@@ -12,7 +12,7 @@ namespace fused_mlp::sm90 {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// The bias of this thread's two columns; 0 where there is none.
+// The bias of this thread's two columns; 0 if there is none.
 template <typename Element>
 __device__ __forceinline__ float2 load_bias_of_rows(const void* bias, int first_column, int n) {
   if (bias == nullptr) return make_float2(0.0f, 0.0f);
@@ -21,7 +21,7 @@ __device__ __forceinline__ float2 load_bias_of_rows(const void* bias, int first_
   return make_float2(at(column), at(column + 8));  // past the end nothing is stored
 }
 
-// Stores the warp's 16 columns (16 of each half of the tile, where it is not gated). Leaves the accumulators undefined.
+// Stores the warp's 16 columns (16 of each half of the tile if it is not gated). Leaves the accumulators undefined.
 template <typename Gemm, Activation A>
 __device__ __forceinline__ void store_swapped_tile(const TiledGemmArgs& args, Accumulator<Gemm>& accumulator,
                                                    uint32_t stores, int& buffer, int first_row, int first_column) {
@@ -32,7 +32,7 @@ __device__ __forceinline__ void store_swapped_tile(const TiledGemmArgs& args, Ac
   constexpr int kChunks = Gemm::kStoredM / Gemm::kChunkM;  // per wgmma of a plain product, per pair of a gated one
   constexpr int kLastChunk = Gemm::kMmas / Gemm::kParts * kChunks - 1;
   constexpr int kSteps = (Gemm::kChunkM + kStepM - 1) / kStepM;
-  // If the last step would pass the end of the chunk, it begins earlier and repeats some rows.
+  // If the last step would cross the end of the chunk, it starts earlier and repeats some rows.
   const auto row_of = [](int step) { return at_most(Gemm::kChunkM - kStepM, step * kStepM); };
   const uint32_t thread_offset = store_offset<Gemm>();
 #pragma unroll 1

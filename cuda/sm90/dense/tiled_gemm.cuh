@@ -1,17 +1,16 @@
 // The GEMM for many rows. A CTA is persistent: its producer warp keeps a ring of shared memory stages filled by TMA,
-// and its two consumer warpgroups multiply by wgmma. The consumers take a tile each in turn (ping-pong: one runs its
-// epilogue while the other has the tensor cores), or share every tile (the other schedules).
+// and its two consumer warpgroups multiply by wgmma. The consumers alternate between tiles (ping-pong: one runs its
+// epilogue while the other uses the tensor cores), or share every tile (the other schedules).
 //
-// The wgmma's M side is a multiple of 64. Where a tile has 128 rows of a, they are the M side. For other numbers of
-// rows, as many as fill the chip best, the operands swap places: weight rows are the M side, and rows of a are the N
-// side.
+// The wgmma's M side is a multiple of 64. If a tile has 128 rows of a, they are the M side. For other numbers of rows,
+// chosen to fill the chip best, the operands are swapped: weight rows are the M side, and rows of a are the N side.
 //
 // A gated product is a plain one whose B tile comes from two tensors: gate rows are its first half, up rows its second.
-// Accumulators i and i + kBlockN / 4 of a thread then belong to gate and up of one output element; swapped, these are
-// accumulators i of its first and of its second wgmma.
+// Accumulators i and i + kBlockN / 4 of a thread then belong to gate and up of one output element; if swapped, these
+// are accumulators i of its first and of its second wgmma.
 //
-// The weights of a product of training that reads them as they lie are N-major operands. A pair of products is one
-// whose k runs through the first, and then through the second; there may be a third, or the first alone.
+// In products of training that read weights in transposed layout, these are N-major operands. A pair of products is one
+// whose k runs through the first, and then through the second; there may be a third, or only the first.
 #pragma once
 
 #include "../../overlap.cuh"
@@ -27,8 +26,8 @@ namespace fused_mlp::sm90 {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// Loads a stage of weights that lie [k, n]: the columns of n from the tile's first one on. Of grouped rows they are
-// those of an expert, behind whose k zeros follow.
+// Loads a stage of weights [k, n]: the columns of n from the tile's first one. For grouped rows these belong to an
+// expert, whose k is followed by zeros.
 template <typename Gemm>
 __device__ __forceinline__ void load_weights_as_they_lie(const CUtensorMap* weight, uint32_t full, uint32_t b, int k,
                                                          int first_column, int expert = 0) {
@@ -43,7 +42,7 @@ __device__ __forceinline__ void load_weights_as_they_lie(const CUtensorMap* weig
   }
 }
 
-// Loads a stage of an outer product: 64 rows of k, of the columns of a and of weights that the tile has.
+// Loads a stage of an outer product: 64 rows of k, for the tile's columns of a and of the weights.
 template <typename Gemm, typename Tile>
 __device__ __forceinline__ void load_columns(const typename Gemm::Args& args, uint32_t full, uint32_t a, uint32_t b,
                                              int k, const Tile& tile) {
@@ -63,15 +62,15 @@ __device__ __forceinline__ void load_weights(const typename Gemm::Args& args, ui
   if (Gemm::kGated) tma_load(&args.up_weight, full, b + Gemm::kBytesB / 2, column, row);
 }
 
-// The first row of a of the share that a CTA of a cluster finishes. A share that would pass the last row begins
+// The first row of a of the share that a CTA of a cluster finishes. A share that would cross the last row starts
 // earlier, as tiles do.
 template <typename Gemm, typename Tile>
 __device__ __forceinline__ int row_of_share(const typename Gemm::Args& args, const Tile& tile, int rank) {
   return Gemm::kSplitK == 1 ? tile.row : min(tile.row + rank * Gemm::kShareM, args.last_row);
 }
 
-// Loads a stage's rows of a. Where a cluster splits k, a CTA puts the rows that it finishes first, and those of the
-// following ranks behind them.
+// Loads a stage's rows of a. If a cluster splits k, a CTA puts the rows that it finishes first, and those of the
+// following ranks after them.
 template <typename Gemm, typename Tile>
 __device__ __forceinline__ void load_rows(const typename Gemm::Args& args, const CUtensorMap& rows, uint32_t full,
                                           uint32_t a, int column, const Tile& tile, int rank) {
@@ -82,7 +81,7 @@ __device__ __forceinline__ void load_rows(const typename Gemm::Args& args, const
   }
 }
 
-// Fills the ring with blocks [k.x, k.y) of a tile, as many as there is room for: with weights, and with rows of a when
+// Fills the ring with blocks [k.x, k.y) of a tile, as many as there is room for: with weights, and with rows of a once
 // the kernel that writes these is done. Returns the number of blocks.
 template <typename Gemm, typename Tile>
 __device__ __forceinline__ int fill_early(const typename Gemm::Args& args, const TiledGemmShared<Gemm>& shared,
@@ -99,7 +98,7 @@ __device__ __forceinline__ int fill_early(const typename Gemm::Args& args, const
   return blocks;
 }
 
-// Loads a stage's rows of a of a tile of grouped rows. One large box is faster than four of the same rows.
+// Loads a stage's rows of a for a tile of grouped rows. One large box is faster than four with the same rows.
 template <typename Gemm, typename Tile>
 __device__ __forceinline__ void load_filled_rows(const CUtensorMap* whole, const CUtensorMap* rows, uint32_t full,
                                                  uint32_t a, int column, const Tile& tile) {
@@ -112,7 +111,7 @@ __device__ __forceinline__ void load_filled_rows(const CUtensorMap* whole, const
   }
 }
 
-// Loads a stage of the low-rank term, by the number of its block.
+// Loads a stage of the low-rank term, by the index of its block.
 template <typename Gemm, typename Tile>
 __device__ __forceinline__ void load_low_rank(const typename Gemm::Args& args, uint32_t full, uint32_t a, uint32_t b,
                                               int block, const Tile& tile, int rank) {
@@ -130,7 +129,7 @@ __device__ __forceinline__ void load_low_rank(const typename Gemm::Args& args, u
   }
 }
 
-// True if the low-rank term is masked by a dropout: its blocks come first then, so that nothing else is masked.
+// True if the low-rank term has a dropout mask: its blocks then come first, so that nothing else is masked.
 template <typename Gemm>
 __device__ __forceinline__ bool is_masked(const typename Gemm::Args& args) {
   if constexpr (kMayBeMasked<Gemm>) {
@@ -140,7 +139,7 @@ __device__ __forceinline__ bool is_masked(const typename Gemm::Args& args) {
   }
 }
 
-// Sets the sums to zero that a dropout has dropped, and scales the others. A tile begins at a whole word of a row.
+// Zeroes the sums that a dropout has dropped, and scales the others. A tile starts at a whole word of a row.
 template <typename Gemm, typename Tile>
 __device__ __forceinline__ void mask_sums(const LowRankArgs& term, Accumulator<Gemm>& accumulator, const Tile& tile,
                                           int warp_row) {
@@ -250,8 +249,8 @@ __device__ __forceinline__ uint64_t n_side_descriptor(uint32_t n_side, int step)
   return wgmma_descriptor(n_side + step * kWgmmaStepBytes);
 }
 
-// accumulator = the product over k_blocks blocks, for the rows of the wgmma's M and N side from first_m and first_n on;
-// where it `adds`, accumulator += that. Calls on_last_block() once all the blocks have arrived.
+// accumulator = the product over k_blocks blocks, for the rows of the wgmma's M and N side from first_m and first_n;
+// with `adds`, accumulator += that. Calls on_last_block() once all the blocks have arrived.
 template <typename Gemm, typename OnLastBlock>
 __device__ __forceinline__ void multiply(const TiledGemmShared<Gemm>& shared, RingPosition& at,
                                          Accumulator<Gemm>& accumulator, int k_blocks, int first_m, int first_n,
@@ -270,8 +269,8 @@ __device__ __forceinline__ void multiply(const TiledGemmShared<Gemm>& shared, Ri
 #else
   constexpr bool kSetFirst = Gemm::kOuter;  // there may be no blocks of k
 #endif
-  // The first wgmma does not read its accumulators, but ptxas cannot know that. Unless they are set here, it may take
-  // what the epilogue left in them for a write within the pipeline, and makes every wgmma wait (its warning C7515).
+  // The first wgmma does not read its accumulators, but ptxas cannot know that. Unless they are set here, it may treat
+  // what the epilogue left in them as a write within the pipeline, and makes every wgmma wait (its warning C7515).
   if (kSetFirst && !adds) {
 #pragma unroll
     for (int mma = 0; mma < Gemm::kMmas; ++mma) {
@@ -309,9 +308,9 @@ __device__ __forceinline__ void multiply(const TiledGemmShared<Gemm>& shared, Ri
   release(previous);
 }
 
-// Adds the sums of a cluster that splits k. Every CTA finishes some of the rows of a: the others send it their sums of
-// these through its ring, which is free by now, as a cluster computes a single tile. They are added in the order of the
-// ranks, so that a row's results do not depend on where in a tile it lies.
+// Adds the sums of a cluster that splits k. Every CTA finishes some of the rows of a. The others send it their sums of
+// these rows through its ring, which is free by then, because a cluster computes a single tile. They are added in the
+// order of the ranks, so that a row's results do not depend on its position in a tile.
 template <typename Gemm>
 __device__ __forceinline__ void reduce_across_cluster(const TiledGemmShared<Gemm>& shared, int rank,
                                                       float (&accumulator)[Gemm::kAccumulators]) {
@@ -353,7 +352,7 @@ __device__ __forceinline__ void consume(const typename Gemm::Args& args, const T
                                         int rank) {
   const int warp = warp_uniform(threadIdx.x / 32);
   const int consumer = warp / 4;
-  const int group = consumer / Gemm::kConsumersOfTile;  // the warpgroups that share a tile have one number
+  const int group = consumer / Gemm::kConsumersOfTile;  // warpgroups that share a tile have the same number
   const int first_m = Gemm::kPingPong || Gemm::kHalvesRows ? 0 : consumer * 64;
   const int first_n = Gemm::kHalvesRows ? consumer * Gemm::kMmaN : 0;
   const auto tiles = tile_order(args);
@@ -374,13 +373,13 @@ __device__ __forceinline__ void consume(const typename Gemm::Args& args, const T
     at.skip(k_blocks_of(index));
     index += clusters;
   }
-  // In ping-pong, a warpgroup waits until the other one's whole tile has arrived. An mbarrier tells rounds apart by
-  // their parity alone, so nobody may wait for a round while the one before it is incomplete.
+  // In ping-pong, a warpgroup waits until the other one's whole tile has arrived. An mbarrier distinguishes rounds only
+  // by their parity, so no thread may wait for a round while the one before it is incomplete.
   constexpr int kTileBarrier = 1;
   constexpr int kTurnBarrier = kTileBarrier + Gemm::kConsumers;
   const bool idle = Gemm::kGrouped && static_cast<int>(blockIdx.x) >= tiles.count();
   if (Gemm::kPingPong && consumer == 1 && !idle) named_barrier_arrive(kTurnBarrier, Gemm::kConsumers * 128);
-  [[maybe_unused]] RingPosition slot(Gemm::kSlots);  // the place of what a gradient is made of
+  [[maybe_unused]] RingPosition slot(Gemm::kSlots);  // the slot of a gradient's operands
   Accumulator<Gemm> accumulator;
   for (; index < tiles.count(); index += Gemm::kPingPong ? 2 * clusters : clusters) {
     const auto tile = tiles.template tile<Gemm>(index);
@@ -396,7 +395,7 @@ __device__ __forceinline__ void consume(const typename Gemm::Args& args, const T
     } else if (biased) {
       named_barrier_sync(kTileBarrier + group, TileBias<Gemm>::kThreads);
     }
-    if (biased) bias.store(shared.bias(group));  // the threads have passed a barrier since they read the last biases
+    if (biased) bias.store(shared.bias(group));  // the threads have passed a barrier since they read the last ones
     const auto on_last_block = [&] {
       if (Gemm::kPingPong && index + clusters < tiles.count())
         named_barrier_arrive(kTurnBarrier + 1 - consumer, Gemm::kConsumers * 128);
@@ -470,7 +469,7 @@ __global__ void __launch_bounds__(Gemm::kThreads, 1)
   if (warp >= Gemm::kConsumers * 4) {
     shrink_registers<40>();
     if (threadIdx.x == Gemm::kConsumers * 128) produce<Gemm>(args, shared, rank);
-    if constexpr (Gemm::kGradient) {  // a thread for each consumer
+    if constexpr (Gemm::kGradient) {  // one thread per consumer
       const int consumer = warp - Gemm::kConsumers * 4 - 1;
       if (threadIdx.x % 32 == 0 && consumer >= 0 && consumer < Gemm::kConsumers) {
         load_kept<Gemm>(args, shared, consumer);

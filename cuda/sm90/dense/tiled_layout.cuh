@@ -1,5 +1,5 @@
-// The layout of a tiled GEMM: how its tiles lie over the output and k over a cluster, where its stages and buffers are
-// in shared memory, and which registers hold its sums.
+// The layout of a tiled GEMM: the position of its tiles in the output and of k in a cluster, of its stages and buffers
+// in shared memory, and of its sums in registers.
 #pragma once
 
 #include <type_traits>
@@ -21,9 +21,9 @@ struct TiledGemmArgs {
   int n;
   int k_blocks;     // of all operands
   int own_blocks;   // of a and the weights, without those of low_rank
-  int last_row;     // at which a tile may begin
-  int last_column;  // likewise
-  int stage_bytes;  // that the TMA brings
+  int last_row;     // the last row at which a tile may start
+  int last_column;  // the last column
+  int stage_bytes;  // loaded by the TMA
   int tiles_m;
   int tiles_n;
   int step_column;    // from the first column of a tile to that of the next
@@ -58,9 +58,9 @@ struct TiledGemm {
   static constexpr bool kPair = kProduct == Product::kPair;
   // Rows are grouped by weights: gate and up have limits, and there may be fewer tiles than CTAs.
   static constexpr bool kGrouped = false;
-  // The product is a^T weight, both [k, ...]: of grouped rows, whose groups are those of k.
+  // The product is a^T weight, both [k, ...], with grouped rows, whose groups are those of k.
   static constexpr bool kOuter = false;
-  // The weights are [k, n]: a stage holds 64 rows of k of them, 64 columns of n side by side.
+  // The weights are [k, n]: a stage holds 64 rows of k, in chunks of 64 columns of n.
   static constexpr bool kTransposed = reads_weights_as_they_lie(kProduct);
   using Args = std::conditional_t<is_training(kProduct), TrainingGemmArgs, TiledGemmArgs>;
   static constexpr int kBlockM = kBlockM_;
@@ -88,14 +88,14 @@ struct TiledGemm {
   static constexpr int kConsumers = 2;
   static constexpr int kThreads = (kConsumers + 1) * 128;
   static constexpr int kConsumersOfTile = kPingPong ? 1 : kConsumers;
-  // A warpgroup issues kMmas wgmmas of 64 x kMmaN for each step of k. Their M sides begin kMmaStride rows apart.
+  // A warpgroup issues kMmas wgmmas of 64 x kMmaN per step of k. Their M sides start kMmaStride rows apart.
   static constexpr int kMmas = kHalvesRows ? 2 : (kSwapped ? kBlockN : kBlockM) / 64 / kConsumersOfTile;
   static constexpr int kMmaStride = kSwapped ? kBlockN / 2 : 64;
   static constexpr int kMmaN = kHalvesRows ? kBlockM / 2 : kSwapped ? kBlockM : kBlockN;
   static constexpr int kAccumulators = kMmaN / 2;  // accumulators of a thread, for each wgmma
 
   // The results pass through shared memory, kStepN columns of a warp's 16 rows at a time, and the TMA stores them in
-  // boxes of kBoxN columns. Every warp has its own buffers: warps that share some wait for each other, and then all
+  // boxes of kBoxN columns. Every warp has its own buffers: warps that share buffers wait for each other, and then all
   // compete for the same units at the same time.
   static constexpr bool kCrowded = kMmas * kAccumulators > 128;  // few registers are left for the epilogue
   static constexpr int kStepN = kSwapped           ? 16
@@ -105,17 +105,17 @@ struct TiledGemm {
                                                    : kTileN;
   static constexpr int kBoxN = kStepN % 64 == 0 ? 64 : kStepN % 32 == 0 ? 32 : 16;
   static constexpr int kBoxRows = 16;
-  // The epilogue's code covers one chunk of the columns, and runs again for each of the others. It must fit the
+  // The epilogue's code covers one chunk of the columns, and runs again for each of the others. It must fit into the
   // innermost instruction cache (12 KB on an H100), or it waits for instructions longer than it computes.
   static constexpr int kChunks = kGated || kTileN / kStepN < 4 ? 1 : kTileN / kStepN % 2 == 0 ? 2 : 3;
   static constexpr int kChunkN = kTileN / kChunks;
-  // Steps per chunk. Where the last one would pass the end of the chunk, it begins earlier and repeats some columns.
+  // Steps per chunk. If the last one would cross the end of the chunk, it starts earlier and repeats some columns.
   static constexpr int kSteps = (kChunkN + kStepN - 1) / kStepN;
   __host__ __device__ static constexpr int step_column(int step) { return at_most(kChunkN - kStepN, step * kStepN); }
   static_assert(kChunks * kChunkN == kTileN, "the chunks make up a CTA's columns");
   static_assert(kChunkN % 8 == 0, "a chunk begins at an accumulator that starts a group of 8 columns");
   static_assert(kStepN % kBoxN == 0, "a step is a whole number of boxes");
-  // Swapped, rows of a that a warpgroup stores, and those of them in a chunk.
+  // If swapped: rows of a that a warpgroup stores, and those of them in a chunk.
   static constexpr int kStoredM = kMmaN / kSplitK;
   static constexpr int kChunkM = kStoredM % 80 == 0 ? 80 : kStoredM % 48 == 0 ? 48 : kStoredM;
 
@@ -124,8 +124,8 @@ struct TiledGemm {
   static constexpr int kStageBytes = kBytesA + kBytesB;
   static constexpr int kBoxBytes = kBoxRows * kBoxN * sizeof(Element);
   static constexpr int kStoreBytes = kBoxRows * kStepN * sizeof(Element);
-  // The operands of a gradient come through slots, and leave through them as the gradient. One holds a step of gate,
-  // and of up, for a warpgroup's 64 rows.
+  // The operands of a gradient arrive in slots, and the gradient is stored from the same slots. One slot holds a step
+  // of gate, and of up, for a warpgroup's 64 rows.
   static constexpr int kSlotRows = 64;
   static constexpr int kSlots = kGradient ? 3 : 0;
   static constexpr int kSlotBytes = kGradient ? kSlotRows * kStepN * sizeof(Element) * (kOfUp ? 2 : 1) : 0;
@@ -146,7 +146,7 @@ struct TiledGemm {
   static_assert(kBoxRows % 8 == 0, "the swizzle repeats every 8 rows, at which every box must begin");
 };
 
-// True if the launch may spread the tiles over the columns, rather than put them side by side.
+// True if the launch may spread the tiles over the columns, instead of placing them side by side.
 template <typename Gemm>
 constexpr bool kSpreadsTiles = Gemm::kSwapped && Gemm::kSplitK == 1 && !Gemm::kGrouped && !Gemm::kOuter;
 
@@ -154,12 +154,12 @@ constexpr bool kSpreadsTiles = Gemm::kSwapped && Gemm::kSplitK == 1 && !Gemm::kG
 template <typename Gemm>
 constexpr bool kMayStartEarly = Gemm::kProduct == Product::kPlain && !Gemm::kGrouped && !Gemm::kOuter;
 
-// The kernels that take a mask of dropout. The other gradients have no registers left for it.
+// The kernels that support a dropout mask. The other gradients have no registers left for it.
 template <typename Gemm>
 constexpr bool kMayBeMasked = Gemm::kGradient && !Gemm::kGrouped && Gemm::kBlockN <= kWidestMasked;
 
-// The kernels that bring a tile's biases to shared memory. Of those that read weights as they lie, experts alone have
-// biases.
+// The kernels that load a tile's biases into shared memory. Of those that read weights in transposed layout, only
+// experts have biases.
 template <typename Gemm>
 constexpr bool kTakesTileBias =
     !Gemm::kSwapped && (!Gemm::kTransposed || (Gemm::kGrouped && Gemm::kPair && !Gemm::kOuter));
@@ -175,8 +175,9 @@ struct Tile {
   __device__ __forceinline__ int64_t bias_index(int at_column) const { return at_column; }
 };
 
-// The tiles of an output whose rows all have the same weights, and the order in which the CTAs take them. What the main
-// loop knows of a tile it has from here: rows grouped by weights take another order, with tiles that know their group.
+// The tiles of an output whose rows all have the same weights, and the order in which the CTAs process them. The main
+// loop knows tiles only through this interface; rows grouped by weights have another order, with tiles that know their
+// group.
 struct TileOrder {
   static constexpr int kGroupM = 8;
   const TiledGemmArgs& args;
@@ -185,9 +186,8 @@ struct TileOrder {
 
   __device__ __forceinline__ int count() const { return tiles_m * tiles_n; }
 
-  // A tile that would pass an edge is moved inward, where the arguments say so: the TMA takes longer for rows outside
-  // of the matrix. It computes some of its neighbour's results again, which is right only because both have the same
-  // weights.
+  // A tile that would cross an edge is moved inward, if the arguments permit: the TMA takes longer for rows outside the
+  // matrix. It recomputes some of its neighbour's results, which is correct only because both have the same weights.
   template <typename Gemm>
   __device__ __forceinline__ Tile tile(int index) const {
     const int2 at = grouped_tile<kGroupM>(index, tiles_m, tiles_n);
@@ -198,7 +198,7 @@ struct TileOrder {
 
 __device__ __forceinline__ TileOrder tile_order(const TiledGemmArgs& args) { return {args}; }
 
-// The addresses of what a CTA keeps in shared memory.
+// The addresses of a CTA's data in shared memory.
 template <typename Gemm>
 struct TiledGemmShared {
   uint32_t ring;

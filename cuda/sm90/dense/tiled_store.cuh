@@ -10,7 +10,7 @@ namespace fused_mlp::sm90 {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// The place in a TMA box of this thread's first stmatrix row. Rows of a box are kBoxN columns wide and swizzled over
+// The position in a TMA box of this thread's first stmatrix row. Rows of a box are kBoxN columns wide and swizzled over
 // their whole width. XOR with 2 c moves the offset c columns to the right, where c is a multiple of 16.
 template <typename Gemm>
 __device__ __forceinline__ uint32_t store_offset() {
@@ -19,8 +19,8 @@ __device__ __forceinline__ uint32_t store_offset() {
   return offset ^ ((offset >> 3) & (Gemm::kBoxN * 2 - 16));
 }
 
-// Brings the biases of a tile's columns to shared memory. They are read from memory early, and written to shared memory
-// when the tile before is done with its own.
+// Moves the biases of a tile's columns to shared memory. They are read from memory early, and written to shared memory
+// when the previous tile is done with its own.
 template <typename Gemm>
 struct TileBias {
   static constexpr int kCount = Gemm::kParts * Gemm::kTileN;
@@ -51,7 +51,7 @@ struct TileBias {
   }
 };
 
-// Calls take(i, accumulator plus bias) for a thread's accumulators of a step, from `first` on. The biases lie in shared
+// Calls take(i, accumulator plus bias) for a thread's accumulators of a step, from `first`. The biases are in shared
 // memory, if there are any.
 template <typename Gemm, typename Take>
 __device__ __forceinline__ void for_each_biased(const float (&accumulator)[Gemm::kAccumulators], int first, bool biased,
@@ -82,7 +82,7 @@ __device__ __forceinline__ void write_boxes(const float (&value)[Gemm::kStepN / 
   }
 }
 
-// Sends what the warp wrote to (row, column) of the output; an outer product's to those of an expert.
+// Sends what the warp wrote to (row, column) of the output; for an outer product, of an expert's output.
 template <typename Gemm>
 __device__ __forceinline__ void send_boxes(const CUtensorMap& map, uint32_t store, int row, int column,
                                            int expert = 0) {
@@ -102,7 +102,7 @@ __device__ __forceinline__ void send_boxes(const CUtensorMap& map, uint32_t stor
   }
 }
 
-// A buffer of this warp, which the TMA is done with.
+// A buffer of this warp, after the TMA has read its last contents.
 template <typename Gemm>
 __device__ __forceinline__ uint32_t next_buffer(uint32_t stores, int& buffer) {
   if (threadIdx.x % 32 == 0) tma_store_wait_read<Gemm::kStoreBuffers - 1>();
@@ -130,7 +130,7 @@ __device__ __forceinline__ void store_tile(const typename Gemm::Args& args, Accu
 #pragma unroll
     for (int step = 0; step < Gemm::kSteps; ++step) {
       const int step_column = Gemm::step_column(step);
-      const int first = step_column / 2;  // accumulator
+      const int first = step_column / 2;  // index of the accumulator
       float value[kCount];
       const auto sums = [&](Operand operand, auto&& take) {
         if (operand == Operand::kGate) {
@@ -159,7 +159,7 @@ __device__ __forceinline__ void store_tile(const typename Gemm::Args& args, Accu
     }
     send_boxes<Gemm>(args.out, store, row, column + Gemm::step_column(Gemm::kSteps - 1), expert);
 #pragma unroll
-    for (int i = 0; i < kLastChunk * kShift; ++i) {  // the next chunk's accumulators, where the loop's body wants them
+    for (int i = 0; i < kLastChunk * kShift; ++i) {  // the next chunk's accumulators, moved to the body's indices
       const int next = i + kShift;
       accumulator[i / Gemm::kAccumulators][i % Gemm::kAccumulators] =
           accumulator[next / Gemm::kAccumulators][next % Gemm::kAccumulators];

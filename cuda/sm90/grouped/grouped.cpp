@@ -23,7 +23,7 @@ cudaError_t launch(const GroupedProblem& p, const GroupedPlan& plan, const Gpu& 
                                          : launch_grouped<__nv_bfloat16>(p, plan, gpu.multiprocessors, stream);
 }
 
-// For more rows of an expert, on average, no kernel takes transposed weights as fast as torch's products do.
+// With more rows per expert on average, no kernel for transposed weights is as fast as torch's products.
 constexpr int64_t kMostTransposedRows = 32;
 
 }  // namespace

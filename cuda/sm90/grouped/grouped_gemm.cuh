@@ -1,8 +1,7 @@
 // The streamed GEMM for rows grouped by weights: the experts of a mixture, for few tokens. A tile has rows of one
-// expert. For very few, every CTA finds its rows in the index by itself, which takes the place of a launch that would
-// sort them: they stay where they are, in the order of the slots, the TMA brings those of a tile one by one, and the
-// swizzle, which is one of addresses, puts each in place. For more, rows lie in blocks of a tile's height
-// (sorted_rows.cuh).
+// expert. With very few tokens, every CTA searches the index for its rows, which saves the launch of a sort. The rows
+// stay in the order of the slots: the TMA loads those of a tile one by one, and the swizzle, which depends on addresses
+// only, puts each in place. With more tokens, rows lie in blocks of a tile's height (sorted_rows.cuh).
 #pragma once
 
 #include "../../experts/rows/routes.cuh"
@@ -17,19 +16,19 @@ struct GroupedGemmArgs {
   Routes routes;
   GateLimits limits;
   RowBlocks blocks;
-  int box_rows;  // rows of a that the TMA brings at a time
+  int box_rows;  // rows of a that the TMA loads at a time
   int slots_of_row;
   int weight_rows;
   int rank_weight_rows;
-  bool of_slots, rank_of_slots;  // weights, or those of the low-rank term: a slot's each, where rows are not sorted
+  bool of_slots, rank_of_slots;  // one weight, or low-rank weight, per slot, if rows are not sorted
   int64_t bias_stride;
   int64_t bias_step;
   int tiles_n;
-  bool follows_sort;  // starts before the kernel is done that writes the blocks
-  bool interleaved;   // where weights are transposed: whether columns of gate and up alternate
+  bool follows_sort;  // starts before the kernel that writes the blocks is done
+  bool interleaved;   // with transposed weights: whether columns of gate and up alternate
 };
 
-// More CTAs than of a dense product: tiles of rows are many, and some of them do not exist.
+// More CTAs than for a dense product: there are many tiles of rows, and some of them do not exist.
 constexpr int grouped_ctas(int rows) { return rows < 32 ? 4 : 2; }
 
 template <typename Element, Product kProduct, int kTokens>
@@ -37,18 +36,18 @@ struct GroupedGemm : StreamedShape<Element, kProduct, kTokens, grouped_ctas(kTok
   static constexpr bool kTakesLowRank = true;
 };
 
-// For weights [k, n], gates and ups side by side, which are read as they lie.
+// For weights [k, n], with gates and ups concatenated, in their own layout.
 template <typename Element, Product kProduct, int kTokens>
 struct GroupedTransposed : GroupedGemm<Element, kProduct, kTokens> {
   static constexpr bool kTransposed = true;
   static constexpr bool kTakesLowRank = false;
 };
 
-// The rows of a tile, found by all threads of the CTA in shared memory. The compiler gives a shared variable multiples
-// of 16 bytes; the size says so, because the launch takes it off what is left for the ring.
+// The rows of a tile, found by all threads of the CTA in shared memory. The compiler rounds a shared variable up to 16
+// bytes; the size is explicit, because the launch subtracts it from the space for the ring.
 template <int kRows>
 struct alignas(16) GroupRows {
-  int expert;  // -1 where the tile does not exist
+  int expert;  // -1 if the tile does not exist
   int count;
   int targets[kRows];  // rows of the output
   int sources[kRows];  // the first row of each box of a
@@ -63,7 +62,8 @@ struct alignas(16) GroupRows {
   }
 
  private:
-  // By one warp, a lane a slot. An expert's slots make tiles in their order, which are numbered by their first slots.
+  // Called by one warp with one lane per slot. An expert's slots are divided into tiles in order; a tile's number is
+  // that of its first slot.
   __device__ __forceinline__ void search(const Routes& routes, int slots_of_row, int tile) {
     static_assert(kSearchedSlots == 32, "a lane for each slot");
     if (threadIdx.x >= 32) return;
@@ -115,7 +115,7 @@ struct GroupTile {
   const GroupRows<Gemm::kTokens>& rows;
   int column;
 
-  // A tile's first slot has the weights of its expert too.
+  // A tile's first slot identifies the weights of its expert too.
   __device__ __forceinline__ int group(bool of_slots) const { return of_slots ? rows.targets[0] : rows.expert; }
   __device__ __forceinline__ int weight_row() const { return group(args.of_slots) * args.weight_rows + column; }
   __device__ __forceinline__ int rank_weight_row() const {
@@ -175,10 +175,10 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtasPerMultiprocessor)
 
   prepare_to_stream(args.gemm, shared);
   if (args.follows_sort) wait_for_previous_kernel();
-  allow_next_kernel();  // which may read the blocks: they are there
+  allow_next_kernel();  // it may read the blocks, which are written
   rows.find(args, index / args.tiles_n);
   if (rows.expert < 0) {  // for all CTAs of the cluster
-    // The kernel behind this one waits for this one alone: it must not end before the kernel that it follows.
+    // The next kernel only waits for this one, so this one must not end before the kernel that it follows.
     wait_for_previous_kernel();
     return;
   }

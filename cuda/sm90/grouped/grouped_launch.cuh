@@ -9,9 +9,9 @@
 
 namespace fused_mlp::sm90 {
 
-// The shared memory of a CTA that shares it out evenly (ctas_to_spread). Clusters of more than two CTAs that compute
-// few rows have half of a multiprocessor's at most: they fit beside CTAs of the kernel before, and need not wait until
-// enough neighbouring multiprocessors are empty.
+// The shared memory of a CTA, such that CTAs spread evenly (ctas_to_spread). Clusters of more than two CTAs that
+// compute few rows request at most half of a multiprocessor's: they fit beside CTAs of the previous kernel, and need
+// not wait until enough neighbouring multiprocessors are empty.
 template <typename Gemm>
 int shared_bytes_to_spread(int64_t rows, int ctas, int cluster, int multiprocessors) {
   const int least = cluster > 2 && rows < kTiledRows ? 2 : 1;
@@ -19,7 +19,7 @@ int shared_bytes_to_spread(int64_t rows, int ctas, int cluster, int multiprocess
   return std::max(Gemm::kSharedBytes, Gemm::shared_limit(parts));
 }
 
-// Describes to the TMA the weights [n, k] of a grouped product's low-rank term, in boxes of so many rows.
+// Describes to the TMA the weights [n, k] of a grouped product's low-rank term, in boxes of this many rows.
 inline bool encode_rank_weights(const GroupedProblem& p, int box_rows, CUtensorMap* weight, CUtensorMap* up_weight) {
   const GemmProblem& g = p.gemm;
   const LowRank& term = g.low_rank;
@@ -82,7 +82,7 @@ cudaError_t launch_tiles(const GroupedProblem& p, const GroupedPlan& plan, int m
   const cudaError_t error = allow_shared_memory<kKernel>(Gemm::shared_limit(1) - kRowsBytes);
   if (error != cudaSuccess) return error;
   const int ctas = plan.row_tiles * args.tiles_n * plan.split_k;
-  // Few CTAs have longer rings. Those behind a GEMM do not: they start while it still runs.
+  // Few CTAs have longer rings, except after a GEMM: then they start while it still runs.
   const int busy = g.follows_ours() ? Gemm::kCtasPerMultiprocessor : std::max<int>(ceil_div(ctas, multiprocessors), 3);
   const int ring = Gemm::shared_limit(std::min(busy, Gemm::kCtasPerMultiprocessor)) - kRowsBytes;
   args.gemm.stages = (ring - Gemm::kAlignment) / (Gemm::kStageBytes + 16);
@@ -92,7 +92,7 @@ cudaError_t launch_tiles(const GroupedProblem& p, const GroupedPlan& plan, int m
                        stream);
 }
 
-// At which the last tile may begin.
+// The position at which the last tile may start.
 inline int last_tile(int64_t extent, int tile) { return static_cast<int>(std::max<int64_t>(extent - tile, 0)); }
 
 template <typename Gemm>
@@ -156,7 +156,7 @@ cudaError_t launch_fitted(const GroupedProblem& p, const GroupedPlan& plan, int 
   return launch_kernel(kKernel, args, multiprocessors, Gemm::kThreads, Gemm::kSharedBytes, 1, plan.few_rows, stream);
 }
 
-// Products of training that read weights as they lie.
+// Products of training that read weights in transposed layout.
 template <typename Gemm>
 cudaError_t launch_blocks(const GroupedProblem& p, const GroupedPlan& plan, int multiprocessors, cudaStream_t stream) {
   const GemmProblem& g = p.gemm;

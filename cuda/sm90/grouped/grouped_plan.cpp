@@ -14,14 +14,14 @@ namespace {
 constexpr int kRows[] = {FUSED_MLP_TRANSPOSED_ROWS(FUSED_MLP_ROWS)};
 #undef FUSED_MLP_ROWS
 
-// With more usual rows of an expert the fitted loop is the faster one.
+// With more usual rows per expert the fitted loop is faster.
 constexpr int64_t kMostStreamedRows = 16;
 
-// Up to this many usual rows reading the weights takes the time on the fitted loop. The first layer gathers rows then:
-// it does not matter that such copies are slower than the TMA's.
+// Up to this many usual rows the fitted loop is bound by reading the weights. The first layer then gathers rows: it
+// does not matter that such copies are slower than the TMA's.
 constexpr int64_t kFewFittedRows = 96;
 
-// CTAs that keep a multiprocessor busy. What a cluster gains beyond them, its sums across CTAs cost.
+// CTAs that keep a multiprocessor busy. With more, a cluster's gain is lost by adding sums across CTAs.
 constexpr int kBusyCtas = 2;
 
 }  // namespace
@@ -52,7 +52,7 @@ GroupedPlan plan_grouped(const GroupedProblem& p, int multiprocessors) {
   const int most_tiles = row_tiles(p.routes, tile);
   GroupedPlan plan{MainLoop::kStreamed, sorts, tile, most_tiles, 1, most_tiles * tile};
 
-  // As many CTAs share k as the tiles of all experts leave idle.
+  // k is shared among as many CTAs as the tiles of all experts leave idle.
   const int64_t tiles = usual_experts(p.routes) * ceil_div(p.gemm.n, kStreamedColumns);
   const int64_t room = std::min<int64_t>(int64_t{kBusyCtas} * multiprocessors / tiles, ceil_div(p.gemm.k, kBlockK));
   while (plan.split_k * 2 <= std::min<int64_t>(room, kMaxStreamedSplitK)) plan.split_k *= 2;

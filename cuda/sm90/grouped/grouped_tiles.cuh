@@ -1,12 +1,12 @@
 // The tiled GEMM for rows grouped by weights: the experts of a mixture, for many tokens. Rows lie in blocks of a tile's
-// height, each of one expert (sorted_rows.cuh), so that tiles are those of any product, but for where their weights
-// and biases begin. What is in the rows that fill up an expert's last block is computed, and read by nobody; few of
-// them are loaded. To leave out their wgmma would let a CTA run ahead of those that share its weights in L2, and is
-// slower. A block whose rows are all loaded comes as one box.
+// height, each of one expert (sorted_rows.cuh), so tiles are the same as in any product, except for the position of
+// their weights and biases. The rows that fill up an expert's last block are computed, but never read; few of them are
+// loaded. Omitting their wgmma would let a CTA run ahead of those that share its weights in L2, and is slower. A block
+// whose rows are all loaded is one box.
 //
-// In training the operands of a pair lie side by side: its k runs through both. A gradient's rows that are
-// not filled are zeros, and so are the rows of what it is multiplied by in an outer product, up to a whole step of k
-// there: its k runs through an expert's rows.
+// In training the operands of a pair lie side by side: its k runs through both. A gradient's rows that are not filled
+// are zeros. So are the rows of the other operand of an outer product, up to a whole step of k: its k runs through an
+// expert's rows.
 #pragma once
 
 #include "../../gemm/grouped.h"
@@ -16,7 +16,7 @@ namespace fused_mlp::sm90 {
 
 struct GroupedOperands {
   CUtensorMap whole_a;          // in boxes of a block
-  CUtensorMap whole_rank_rows;  // likewise, of the low-rank term
+  CUtensorMap whole_rank_rows;  // the same, for the low-rank term
   RowBlocks blocks;
   int64_t bias_stride;  // from an expert's first bias to the next one's; its own are adjacent
   GroupedTraining training;
@@ -52,7 +52,7 @@ struct GroupedTile {
   int64_t first_bias;
 
   __device__ __forceinline__ int64_t bias_index(int at_column) const { return first_bias + at_column; }
-  // Filled rows, and so many more as make up the last box.
+  // Filled rows, and the rows that complete the last box.
   template <typename Gemm>
   __device__ __forceinline__ int loaded_rows() const {
     return (filled_rows + Gemm::kBoxRowsA - 1) / Gemm::kBoxRowsA * Gemm::kBoxRowsA;
@@ -75,7 +75,7 @@ struct OuterTile {
   __device__ __forceinline__ int64_t bias_index(int at_column) const { return at_column; }
 };
 
-// Expert by expert: the weights of no two are read side by side.
+// Expert by expert: CTAs that run at the same time do not read the weights of two experts.
 struct GroupedTileOrder {
   const TiledGemmArgs& args;
   const GroupedOperands& grouped;
@@ -122,8 +122,9 @@ __device__ __forceinline__ GroupedTileOrder tile_order(const GroupedTilesArgs<kP
 }
 __device__ __forceinline__ OuterTileOrder tile_order(const OuterTilesArgs& args) { return {args, args, {args}}; }
 
-// Every gradient and hidden value is multiplied by its row's weight, and a row's sum of their products before that is
-// the part of these columns in the gradient of the weight. In rows that are not filled all is zero.
+// Every gradient and hidden value is multiplied by its row's routing weight. Before that, their products are summed
+// over these columns of a row, which is a partial sum of the gradient of the weight. Rows that are not filled are all
+// zero.
 template <typename Gemm>
 struct GradientRows<Gemm, true> {
   const typename Gemm::Args& args;
@@ -134,7 +135,7 @@ struct GradientRows<Gemm, true> {
   __device__ __forceinline__ GradientRows(const typename Gemm::Args& args, const GroupedTile& tile)
       : args(args), tile(tile) {}
 
-  // Row i of those that begin at `row`, of the thread.
+  // Row i of this thread, counted from `row`.
   __device__ __forceinline__ static int at(int row, int i) { return row + i * 8 + threadIdx.x % 32 / 4; }
 
   __device__ __forceinline__ void begin(int row) {

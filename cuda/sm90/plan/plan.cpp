@@ -23,8 +23,8 @@ constexpr auto kTiledTimes = [] {
   return times;
 }();
 
-// Streamed kernels for few rows are compared with those of sm_80, and others with tiled ones: each choice is fitted by
-// itself.
+// Streamed kernels for few rows are compared with those of sm_80, and others with tiled ones: each choice is fitted
+// separately.
 const StreamedTime& streamed_time(const GemmProblem& p) {
   if (p.m >= kTallRows) return kStreamedTall;
   const bool few = p.m < kTiledRows;

@@ -1,4 +1,4 @@
-// Which kernels of sm_90a can compute a problem, and which of them is estimated to be the fastest.
+// The kernels of sm_90a that can compute a problem, and the choice of the one that is estimated to be the fastest.
 #pragma once
 
 #include <iterator>
@@ -9,8 +9,8 @@
 
 namespace fused_mlp::sm90 {
 
-// The kernels of kernels.def. Streamed ones are listed with their most columns and split_k 1: these are arguments of
-// the launch.
+// The kernels of kernels.def. Streamed ones are listed with their maximum number of columns and split_k 1; these are
+// arguments of the launch.
 inline constexpr GemmKernel kKernels[] = {
 #define FUSED_MLP_STREAMED(PRODUCT, BLOCK_M, COLUMNS)                  \
   {MainLoop::kStreamed,                                                \
@@ -25,13 +25,12 @@ inline constexpr GemmKernel kKernels[] = {
 #include "kernels.def"
 };
 
-// From kTallRows on, a streamed kernel is considered for a product without an activation, where one tile holds all
-// rows, with few parts of k, and has constants of its own.
+// From kTallRows, a streamed kernel is a candidate for a product without an activation, if one tile holds all rows,
+// with few parts of k, and has constants of its own.
 constexpr int kTallSplitK = 2;
 
 // Calls visit(kernel) for every number of columns and split of k of a streamed kernel that may be the best for n
-// columns: those that share the columns out evenly over 1, 2, ... CTAs to a multiprocessor, and the most that the
-// kernel has.
+// columns: those that divide the columns evenly over 1, 2, ... CTAs per multiprocessor, and the kernel's maximum.
 template <typename Visitor>
 void for_each_cut(const GemmProblem& p, GemmKernel kernel, int multiprocessors, Visitor&& visit) {
   const int parts = p.gated() ? 2 : 1, most = kernel.columns();
@@ -60,18 +59,19 @@ void for_each_cut(const GemmProblem& p, GemmKernel kernel, int multiprocessors, 
 // size.
 template <typename Visitor>
 void for_each_candidate(const GemmProblem& p, int multiprocessors, Visitor&& visit) {
-  // Every tile of rows reads all the weights. Few rows of a gated product read those that L2 does not keep once. Plain
-  // products of kTiledRows rows and more read all of them once: two tiles took as long alone, and longer behind a GEMM.
+  // Every tile of rows reads all the weights. With few rows of a gated product, weights that L2 does not keep must be
+  // read only once. So must those of plain products of kTiledRows rows and more: two tiles took as long alone, and
+  // longer after a GEMM.
   const bool once = p.m < kTiledRows ? p.gated() && 4 * p.n * p.k > kPassingBytes : p.linear();
   const int64_t most_tiles = once ? 1 : 4;
-  int fitting = 0;  // the rows of the smallest tile that all rows fit in: a larger is only emptier
+  int fitting = 0;  // the rows of the smallest tile that holds all rows: a larger one is only emptier
   for (size_t i = 0; i < std::size(kKernels); ++i) {
     const GemmKernel kernel = kKernels[i];
     if (kernel.product != p.product()) continue;
     if (kernel.loop == MainLoop::kTiled) {
       const bool every_cta_has_k = kernel.split_k == 1 || p.k >= kBlockK * kernel.split_k;
       const bool half_full = p.m >= kTiledRows && 2 * p.m > kernel.block_m;
-      const bool rows_suit = half_full || is_training(kernel.product);  // which has no streamed kernels
+      const bool rows_suit = half_full || is_training(kernel.product);  // training has no streamed kernels
       if (rows_suit && every_cta_has_k) visit(i, kernel);
       continue;
     }
@@ -83,7 +83,7 @@ void for_each_candidate(const GemmProblem& p, int multiprocessors, Visitor&& vis
   }
 }
 
-// The candidate of the least estimated time, by the constants of tuning.h.
+// The candidate with the lowest estimated time, by the constants of tuning.h.
 GemmPlan choose(const GemmProblem& problem, const Chip& chip);
 
 }  // namespace fused_mlp::sm90

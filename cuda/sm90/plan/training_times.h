@@ -1,6 +1,6 @@
-// The constants by which the kernels of training are chosen, as tuning.h has those of the others. By hand, from times
-// on an H200: k_block is that of the forward kernel with such a tile, round is what the epilogue, which moves more,
-// adds where k is short. With a long k it is hidden, which these constants do not know.
+// The constants for the choice of kernels for training, like those of tuning.h for the others. Set by hand, from times
+// on an H200: k_block is that of the forward kernel with such a tile. round is the time that the epilogue adds if k is
+// short, because it moves more data. With a long k it is hidden, which these constants do not model.
 #pragma once
 
 #include "time_model.h"

@@ -1,10 +1,10 @@
 // The epilogue of the product dy W, the gradient of the hidden values: it becomes the gradients of gate and up in
-// registers, and is never stored. What the forward kept comes through slots of shared memory, which a thread beside the
-// producer of each warpgroup fills steps ahead and across tiles: 64 rows of gate and up, kStepN columns at a time. Each
-// warp writes the gradients of its 16 rows over what they are made of, the hidden values into a buffer of its own, and
-// the TMA stores both. A slot is free for the next load when it has done so.
+// registers, and is never stored. What the forward kept arrives in slots of shared memory. One thread per warpgroup, in
+// addition to the producer, fills them steps ahead and across tiles: 64 rows of gate and up, kStepN columns at a time.
+// Each warp writes the gradients of its 16 rows over their operands, and the hidden values into a buffer of its own,
+// and the TMA stores both. Then the slot is free for the next load.
 //
-// Rows that are grouped by weights are each multiplied by a number, which the products around this one leave out.
+// If rows are grouped by weights, each is multiplied by a number, which the products around this one leave out.
 #pragma once
 
 #include "../../gemm/epilogue.cuh"
@@ -19,7 +19,7 @@ namespace fused_mlp::sm90 {
 
 template <typename Gemm>
 struct GradientSteps {
-  static constexpr int kOfRow = Gemm::kTileN / Gemm::kStepN;  // steps of 64 rows
+  static constexpr int kOfRow = Gemm::kTileN / Gemm::kStepN;  // steps per 64 rows
   static constexpr int kOfTile = Gemm::kMmas * kOfRow;
   __device__ __forceinline__ static int row(int step) { return step / kOfRow * 64; }
   __device__ __forceinline__ static int column(int step) { return step % kOfRow * Gemm::kStepN; }
@@ -52,7 +52,8 @@ __device__ __forceinline__ float2 unpack(uint32_t bits) {
   return to_float2(*reinterpret_cast<const typename ElementTraits<Element>::Pair*>(&bits));
 }
 
-// A hook for a thread's two rows of a warp's 16, beside differentiating: it does nothing.
+// Extension point for a thread's two of a warp's 16 rows, called around the differentiation: by default it does
+// nothing.
 template <typename Gemm, bool kGrouped = Gemm::kGrouped>
 struct GradientRows {
   template <typename Tile>
@@ -68,8 +69,8 @@ __device__ __forceinline__ void store_columns(uint32_t address, const uint32_t (
   store_matrix_x4(address, columns[0], columns[1], columns[2], columns[3]);
 }
 
-// Writes over 16 columns of gate and up their gradients, made of those in `gradient`, and leaves the hidden values in
-// `values`.
+// Replaces 16 columns of gate and up by their gradients, computed from those in `gradient`, and leaves the hidden
+// values in `values`.
 template <typename Gemm, Activation A>
 __device__ __forceinline__ void differentiate(const float* gradient, uint32_t gate, uint32_t up, uint32_t (&values)[4],
                                               GradientRows<Gemm>& rows) {
@@ -93,8 +94,8 @@ __device__ __forceinline__ void differentiate(const float* gradient, uint32_t ga
   if constexpr (Gemm::kOfUp) store_columns(up, ups);
 }
 
-// Stores what the gradients in the accumulators make, for the warp's rows of the tile, 16 of every 64. Leaves the
-// accumulators undefined. The code covers one step: it must fit the innermost instruction cache.
+// Stores the results of the gradients in the accumulators, for the warp's rows of the tile, 16 of every 64. Leaves the
+// accumulators undefined. The code covers one step: it must fit into the innermost instruction cache.
 template <typename Gemm, Activation A, typename Tile>
 __device__ __forceinline__ void store_gradients(const typename Gemm::Args& args, const TiledGemmShared<Gemm>& shared,
                                                 Accumulator<Gemm>& accumulator, RingPosition& at, int warp, int& buffer,
@@ -104,7 +105,7 @@ __device__ __forceinline__ void store_gradients(const typename Gemm::Args& args,
   GradientRows<Gemm> rows(args, tile);
   const int consumer = warp / 4;
   const uint32_t offset = store_offset<Gemm>();
-  uint32_t stored = 0;  // the barrier of the slot before, which the TMA reads
+  uint32_t stored = 0;  // the barrier of the previous slot, which the TMA reads
   const auto release = [&] {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(stored);
   };
@@ -135,7 +136,7 @@ __device__ __forceinline__ void store_gradients(const typename Gemm::Args& args,
     }
     stored = shared.slot_empty(consumer, at.stage);
     rows.end(row, column);
-    // The next step's accumulators, where the loop's body wants them.
+    // Moves the next step's accumulators to the indices that the loop's body uses.
 #pragma unroll
     for (int i = 0; i < (Steps::kOfTile - 1) * kCount; ++i) {
       const int next = i + kCount;

@@ -46,20 +46,31 @@ def refusal(
 _BLOCK = 128  # sorted rows of one expert, as in cuda/gemm/grouped.h
 
 
+# More than torch would keep, as a part of trained weights: their gradients and an optimizer's state take far more.
+_SPARE = 1 / 32
+
+
 def keeps_no_more(given: Sequence[Optional[Tensor]], form: experts.Form) -> bool:
-    """True if a call of which :func:`refusal` says nothing, of frozen weights, takes no more memory than products of
-    groups and a gate of torch's: these keep what is before the activation and behind it, and what gradients of weights
-    need besides. The backward's peak is higher than theirs from twice as many rows as slots on (measured)."""
+    """True if a call of which :func:`refusal` says nothing keeps no more for its backward than torch's grouped products
+    and pointwise gate: these keep the values before and after the activation, and the inputs of weights' gradients.
+
+    A call whose weights are all trained may keep :data:`_SPARE` of their size more. Of frozen weights the backward's
+    peak counts too, which is higher than torch's from twice as many rows as slots on (measured).
+    """
     x, index, weights, gate_up, down = given[:5]
+    is_trained = all(tensor is None or tensor.requires_grad for tensor in given[3:])
     if padded_experts.is_needed(given, form):
-        return False
+        return is_trained
     hidden, slots = down.shape[1 if form.transposed else 2], index.numel()
     rows = (slots + min(gate_up.shape[0], slots) * (_BLOCK - 1)) // _BLOCK * _BLOCK
     before = 2 * hidden if form.gated else hidden
     features = x.shape[1] if gate_up.requires_grad else 0
     ours = rows * (before + features) + x.numel()
     of_down = (hidden if down.requires_grad else 0) + (x.shape[1] if weights.requires_grad else 0)
-    return 2 * rows <= 3 * slots and ours <= slots * (before + hidden + features + of_down)
+    theirs = slots * (before + hidden + features + of_down)
+    if is_trained:
+        return ours <= theirs + _SPARE * (gate_up.numel() + down.numel())
+    return 2 * rows <= 3 * slots and ours <= theirs
 
 
 def factors_of(adapters: experts.Adapters) -> Tuple[List[Optional[Tensor]], List[float]]:

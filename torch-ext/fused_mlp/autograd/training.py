@@ -44,7 +44,7 @@ save, _compiled_backward = (getattr(native.plain_modules, name, None) for name i
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 is_transformed = torch._C._are_functorch_transforms_active
 _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
-_is_inference = torch.is_inference_mode_enabled
+_is_inference, _set_grad_enabled = torch.is_inference_mode_enabled, torch._C._set_grad_enabled
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _tracing_state = torch._C._get_tracing_state
@@ -68,9 +68,13 @@ def is_as_recorded(module: Any, x: Tensor) -> bool:
 
 
 def as_recorded(compute: Callable[[Tensor], Any], x: Tensor) -> Any:
-    """``compute(x)`` as autograd records it, which has no gradient."""
-    with torch.enable_grad():
-        found = compute(x.detach().requires_grad_() if x.is_floating_point() else x)
+    """``compute(x)`` as autograd records it, which has no gradient. Autograd is off, and stays off."""
+    given = x.detach().requires_grad_() if x.is_floating_point() else x
+    _set_grad_enabled(True)  # a context manager of torch takes several times as long
+    try:
+        found = compute(given)
+    finally:
+        _set_grad_enabled(False)
     return found.detach() if isinstance(found, Tensor) else found
 
 

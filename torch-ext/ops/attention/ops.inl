@@ -1,4 +1,4 @@
-// The ops of attentions, of the Backend of the file that includes this.
+// The ops for attention, for the Backend of the file that includes this.
 namespace fused_mlp {
 
 std::vector<Tensor> projections_forward(const Tensor& x, const Tensor& first_weight,

@@ -8,7 +8,7 @@
 #include "../../torch_binding.h"
 #include "../torch_gemm.h"
 
-// Linear layers of one input, as the projections of an attention are.
+// Linear layers of one input, such as the projections of an attention.
 namespace fused_mlp {
 
 constexpr size_t kProjections = 3;
@@ -20,12 +20,12 @@ inline std::vector<int64_t> with_features(const Tensor& x, int64_t features) {
   return sizes;
 }
 
-// True for matrices of one size with the same steps in memory.
+// True for matrices of the same size and strides.
 inline bool lie_alike(const Tensor& one, const Tensor& other) {
   return one.size(1) == other.size(1) && one.stride(0) == other.stride(0) && one.stride(1) == other.stride(1);
 }
 
-// Backend::linear(x, weight, bias): the result, of x [..., in]
+// Backend::linear(x, weight, bias): the result for x [..., in]
 template <typename Backend>
 std::vector<Tensor> projections(const Tensor& x, const OfProjections& weights, const OfProjections& biases) {
   const TensorRows rows(x);
@@ -39,11 +39,11 @@ std::vector<Tensor> projections(const Tensor& x, const OfProjections& weights, c
   return found;
 }
 
-// The gradients that the bits of `needs` ask for, of x, three weights and three biases. That of x is added up by the
-// products themselves. A layer whose result has no gradient has none.
+// The gradients required by the bits of `needs`, for x, three weights and three biases. The products themselves
+// accumulate the gradient of x. A layer whose result has no gradient gets none.
 //
-// Backend::mm, Backend::add_mm, Backend::batches, Backend::mm_both, Backend::input_gradient: as backward.h has them
-// Backend::all_column_sums(matrices of as many rows, one to three): the sums of each
+// Backend::mm, Backend::add_mm, Backend::batches, Backend::mm_both, Backend::input_gradient: as in backward.h
+// Backend::all_column_sums(one to three matrices with the same number of rows): the column sums of each
 template <typename Backend>
 std::vector<Tensor> projection_gradients(const OfProjections& grads, const OptionalTensor& x,
                                          const OfProjections& weights, int64_t needs) {
@@ -64,7 +64,7 @@ std::vector<Tensor> projection_gradients(const OfProjections& grads, const Optio
   std::vector<Tensor> found;
   if (asked(0)) {
     Products products;
-    for (size_t i = kProjections; i-- > 0;) {  // in autograd's order: each rounding is one of its own, too
+    for (size_t i = kProjections; i-- > 0;) {  // in autograd's order, with the same roundings
       if (!rows[i]) continue;
       STD_TORCH_CHECK(*weights[i], "weights must be there for the gradient of x");
       const Tensor& weight = **weights[i];

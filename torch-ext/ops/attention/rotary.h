@@ -7,7 +7,7 @@
 // Rotary embeddings of queries and keys, for the kernels of every backend.
 namespace fused_mlp {
 
-// Heads [batch, heads, tokens, features] by the strides of the first three; features are adjacent.
+// Heads [batch, heads, tokens, features], with the strides of the first three dimensions; features are adjacent.
 struct Heads {
   const void* in;
   void* out;
@@ -21,7 +21,7 @@ struct Angles {
   int64_t of_batch, of_token;  // strides
 };
 
-// out = in cos + (-second half of in, first half of in) sin; or where `inverse` the gradient of in, given that of out.
+// out = in cos + (-second half of in, first half of in) sin; or, if `inverse`, the gradient of in from that of out.
 struct Rotary {
   Heads of[2];  // queries and keys
   Angles cos, sin;

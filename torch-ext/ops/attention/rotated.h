@@ -32,7 +32,7 @@ std::tuple<Tensor, Tensor> rotated(const Tensor& q, const Tensor& k, const Tenso
                     name, " must be [batch or 1, tokens, features]");
   }
   const auto in_rows = [](const Tensor& x) { return x.stride(-1) == 1 ? x : torch::stable::contiguous(x); };
-  // The result lies as torch's sum would: the dimensions in the order of x's strides.
+  // The result has the layout of torch's sum: the dimensions in the order of x's strides.
   const auto like = [](const Tensor& x) {
     const int64_t b = x.size(0), h = x.size(1), t = x.size(2), f = x.size(3);
     if (x.stride(1) >= x.stride(2)) return new_dense(x, x.sizes());

@@ -224,10 +224,11 @@ def _fused(
         return None if is_left else _of_codes(module, found, tensors, x, index, weights, asked or way)
     if _of_module(module, found, tensors, way) is not None or _of_call(x, index, weights, tensors[0]) is not None:
         return None
-    if follows and not is_adapted and not all(tensor is None or tensor.requires_grad for tensor in tensors):
-        # Frozen weights, of which the unfused way keeps less than the parts do.
+    if follows and not is_adapted:
         given = (x, index, weights, *tensors)
-        if not (calls.are_trained(given, found.form) and experts_training.keeps_no_more(given, found.form)):
+        is_op = calls.are_trained(given, found.form)
+        is_light = experts_training.keeps_no_more(given, found.form) if is_op else _are_trained(tensors)
+        if not is_light:  # the unfused way keeps less than the op, and of frozen weights less than its parts
             return None
     last = _last_index(module, found, way)
     if proof is not None and last is not None and not cached.are_experts(index, last):
@@ -242,6 +243,10 @@ def _fused(
     if result is not None and proof is not None and (is_adapted or not follows):
         cached.store(module, proof, last, x, index)
     return result
+
+
+def _are_trained(tensors: Tuple[Optional[Tensor], ...]) -> bool:
+    return all(tensor is None or tensor.requires_grad for tensor in tensors)
 
 
 def _of_codes(

@@ -221,12 +221,10 @@ def fused(plan: Plan, module: Optional[nn.Module], x: Tensor, operands: Tuple[An
         has_known = _has_known(plan, module, x, operands)
         if not (has_known or _is_asked_again(module, plan.names)):
             return None
-    else:
-        has_known = False
+        if not has_known:  # otherwise the classes were learned when the model was fused
+            learn(part_of(module, plan.act, operands))
+            learn_layers(part_of(module, plan.projections, operands))
     projections, act, between = (part_of(module, part, operands) for part in (plan.projections, plan.act, plan.between))
-    if not has_known:  # otherwise the classes were learned when the model was fused
-        learn(act)
-        learn_layers(projections)
     return forwards.fused(plan.pattern, x, projections, forms.row_of(act), between)
 
 
