@@ -1,4 +1,4 @@
-"""The whole gated MLP, for `kernels benchmark`. peers.py compares more implementations at these shapes."""
+"""The whole gated MLP, for `kernels benchmark`. peers.py compares more providers at these shapes."""
 
 from functools import partialmethod
 

@@ -1,4 +1,4 @@
-"""One linear layer with bias and GELU, for `kernels benchmark`. peers.py compares more ways at these shapes."""
+"""One linear layer with bias and GELU, for `kernels benchmark`. peers.py compares more providers at these shapes."""
 
 from functools import partialmethod
 

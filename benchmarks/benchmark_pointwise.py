@@ -1,4 +1,4 @@
-"""gelu(gate) * up, for `kernels benchmark`. peers.py compares more implementations at these shapes."""
+"""gelu(gate) * up, for `kernels benchmark`. peers.py compares more providers at these shapes."""
 
 from functools import partialmethod
 

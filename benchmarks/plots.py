@@ -1,6 +1,6 @@
-"""Plots of the benchmarks' results, each for a light and for a dark page, narrow enough for a phone.
+"""Plots of benchmark results, in a light and a dark version, narrow enough for a phone.
 
-python benchmarks/plots.py        redraws the documents' plots, from benchmarks/results into docs/images
+python benchmarks/plots.py        redraw the plots of the documents, from benchmarks/results into docs/images
 """
 
 import json

@@ -1,6 +1,6 @@
-"""Shared parts of all benchmarks: the package, the options of a run, the loop over its points, and its output.
+"""Code shared by all benchmarks: loading the package, options of a run, interleaved points, output.
 
-If a point fails, or a provider cannot run at one, the reason is recorded and the others go on.
+A point that fails, or a provider that does not run at one, is recorded with the reason; the others continue.
 """
 
 import argparse

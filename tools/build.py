@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Builds the kernel for development and tests: for the backends that this machine can run, and on request for CUDA
-without a GPU. Every build also makes the variants without compiled ops (noarch.py).
+"""Builds the kernel for development and tests: the variants that this machine can run, and on request CUDA without a
+GPU. The variants without compiled ops (noarch.py) are built everywhere.
 
-kernel-builder (flake.nix) builds releases, in a sandbox and for every version of CUDA that the Hub requires.
-This program reads the same build.toml and lays out the same build/<variant>/ with this machine's compilers.
+kernel-builder builds the releases (flake.nix), in a sandbox and for every CUDA version that the Hub requires. This tool
+reads the same build.toml and lays out the same build/<variant>/ with the compilers of this machine.
 """
 
 import argparse

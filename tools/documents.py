@@ -1,6 +1,6 @@
-"""Markdown that the tools write: tables, and generated parts of documents.
+"""Markdown written by the tools: tables, and documents with generated sections.
 
-A part is between `<!-- filled: NAME -->` and `<!-- end -->`; the rest of a document stays unchanged.
+A section lies between `<!-- filled: NAME -->` and `<!-- end -->`; the rest of a document is unchanged.
 """
 
 import re

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Fills README.md, CARD.md, docs/performance.md and the READMEs of cuda/ from measurements (benchmarks/results,
-profiling/results) and counts (docs/coverage.md), so that no figure in their tables is copied by hand.
+"""Fills README.md, CARD.md, docs/performance.md and the READMEs of cuda/ with measured (benchmarks/results,
+profiling/results) and counted (docs/coverage.md) figures, so that none in their tables is copied by hand.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Runs .ci/gpu of a commit on a GPU of Hugging Face Jobs, in the kernel's organisation, and fails if that fails.
+"""Runs .ci/gpu of a commit on a GPU of Hugging Face Jobs, in the kernel's organisation, and fails if it fails.
 
-Writes its output (log.txt), the benchmark's figures (figures.json) and a summary (summary.md). The token in HF_TOKEN
-must be allowed to start jobs; the job does not get it.
+Writes its output (log.txt), the benchmark figures (figures.json) and a summary of them (summary.md). The token in
+HF_TOKEN must be allowed to start jobs; the job does not get it.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Runs `pip install` with the given arguments. Shows its progress in one line, and an error in another.
+"""Runs `pip install` with the given arguments, showing its progress in one line and any error in another.
 
-To see pip's full output, run pip by hand.
+pip's other output only helps to debug pip itself: run pip by hand for that.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""GPU time, memory and facts about the machine, besides the interleaved wall times of the package's ``timing``."""
+"""GPU time, memory and machine facts, in addition to the interleaved wall times of the package's ``timing``."""
 
 import contextlib
 import gc

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Writes the source tree of a second build, which holds only the Triton kernels: for AMD's and Intel's GPUs.
+"""Writes the source tree of a second build, which holds only the Triton kernels, for GPUs of AMD and Intel.
 
-kernel-builder calls it noarch: the same Python for every machine. It needs a separate folder with its own build.toml
-and no links, so this program makes that folder from the tree. .github/workflows/build.yaml builds it; tools/build.py
-lays the same variants out for development.
+kernel-builder calls it noarch: the same Python for every machine. It needs its own build.toml in its own folder,
+without links, so this tool generates them from the tree. .github/workflows/build.yaml builds them; tools/build.py lays
+out the same variants for development.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""The project as build.toml describes it: the only place with the kernel's name, version and Hub repository.
+"""The project as build.toml describes it, the only place with the kernel's name, version and Hub repository.
 
-Run as a program, it prints the LOCAL_KERNELS value of this machine.
+As a program, prints the LOCAL_KERNELS value of this machine.
 """
 
 import importlib.util

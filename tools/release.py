@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks a build before it is released, and rehearses the release: `make release-check`, `make release-dry-run`.
+"""Checks a build before its release, and rehearses the release: `make release-check`, `make release-dry-run`.
 
 kernel-builder builds the releases themselves, in .github/workflows/release.yaml, which calls the other commands.
 """

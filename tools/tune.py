@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Makes cuda/sm90/plan/tuning.h: times every sm_90a GEMM and torch's on this GPU over the layers of models, and fits
-the constants that the dispatch chooses by. Takes about six minutes on an H100. On GPUs that run the GEMMs of sm_80 it
-times those instead, in a minute, and writes the row of the compute capability into cuda/sm80/plan/tuned.def.
+"""Writes cuda/sm90/plan/tuning.h: times every sm_90a GEMM and torch's on this GPU, over the layers of models, and fits
+the values that the dispatch uses. Takes about six minutes on an H100. On GPUs that run the sm_80 GEMMs, it times those
+instead, in a minute, and writes the row of the compute capability into cuda/sm80/plan/tuned.def.
 """
 
 import argparse

@@ -1,15 +1,15 @@
-"""The experts of mixtures: experts_mlp against transformers' ways (eager, grouped_mm, batched_mm) and Liger.
+"""Experts of mixtures: experts_mlp against transformers' implementations (eager, grouped_mm, batched_mm) and Liger.
 
     python benchmarks/experts/experts.py                      every shape of this machine's list, in 4 minutes at most
     python benchmarks/experts/experts.py --also liger         Liger too, which tunes itself at its first call of a shape
     python benchmarks/experts/experts.py --shapes Mixtral-8x7B --tokens 1 64 --routing zipf
     python benchmarks/experts/experts.py --from build/experts.json  show the results of such a run; measure nothing
 
-All ways use the same weights and the same routing, in one process, interleaved; figures are medians. There are two
-routings: balanced, where all experts are equally likely, and a Zipf distribution, where the expert of rank r is chosen
-in proportion to 1 / r. On a GPU, Liger and `eager`, a loop over the experts on the host, only run on request: Liger
-tunes itself for more than a minute, and `eager` takes that long. A way that fails, computes something else or gets no
-time is listed with the reason. Writes <out>.json and <out>.svg, and prints a table.
+All providers use the same weights and routing and run interleaved in one process; figures are medians. There are two
+routings: balanced, where all experts are equally likely, and Zipf, where the expert of rank r is chosen in proportion
+to 1 / r. On a GPU, Liger and `eager`, a loop over the experts on the host, run only on request: Liger autotunes for
+more than a minute, and `eager` takes that long. Providers that fail, give a different result or do not fit the time
+limit are listed with the reason. Writes <out>.json and <out>.svg, and prints a table.
 """
 
 import sys

@@ -3,10 +3,10 @@
     python benchmarks/experts/quantised_experts.py  all cases, on a GPU, in a minute
     python benchmarks/experts/quantised_experts.py --tokens 1 128
 
-`ours` is experts_mlp with quantised stacks; `decoded` the same with weights decoded first at any number of rows;
-`bf16` experts_mlp with bfloat16 weights; `floor` the time to read the codes and scales of the chosen experts at the
-bandwidth of a copy. transformers' own products of both formats are kernels from the Hub, and are not measured. Calls
-run in CUDA graphs, and routings alternate. Writes <out>.json, and prints a table.
+`ours` is experts_mlp with quantised stacks, and `decoded` the same, decoding the weights first for any number of rows.
+`bf16` is experts_mlp with bfloat16 weights, and `floor` the time to read the codes and scales of the chosen experts at
+the bandwidth of a copy. transformers' own kernels for both formats come from the Hub and are not measured. Calls run in
+CUDA graphs, with interleaved routings. Writes <out>.json, and prints a table.
 """
 
 import itertools

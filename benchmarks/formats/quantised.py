@@ -1,15 +1,15 @@
-"""A gated MLP with quantised weights: bitsandbytes' modules, torch's products of FP8 and int4, and this package.
+"""A gated MLP with quantised weights: bitsandbytes' modules, torch's FP8 and int4 GEMMs, and this package.
 
     python benchmarks/formats/quantised.py                        all cases of this machine's list, in 8 minutes at most
-    python benchmarks/formats/quantised.py --quick                tiny sizes, few turns: checks that it runs
+    python benchmarks/formats/quantised.py --quick                tiny sizes and few turns, to see that it runs
     python benchmarks/formats/quantised.py --formats nf4 --rows 1 16
-    python benchmarks/formats/quantised.py --models               whole models: quantised_models.py says which
+    python benchmarks/formats/quantised.py --models               whole models, as listed in quantised_models.py
     python benchmarks/formats/quantised.py --from build/quantised.json  show the results of such a run; measure nothing
 
-`eager` is a gated MLP of bitsandbytes.nn.Linear4bit, or the one described in quantised_fp8.py and
-quantised_integers.py for FP8 and integers; `ours` is this package with the same weights, and `ours-bf16` with bfloat16
-weights. On a GPU calls run in CUDA graphs and alternate over enough weights that none is found in L2. On a CPU, times
-are the CPU time of one thread. Writes <out>.json and, for MLPs, <out>.svg, and prints a table.
+`eager` is a gated MLP of bitsandbytes.nn.Linear4bit; for FP8 and integers, quantised_fp8.py and quantised_integers.py
+describe it. `ours` is this package with the same weights, and `ours-bf16` with bfloat16 weights. On a GPU, calls run in
+CUDA graphs and rotate through as many weights as keep them out of its L2 cache. On a CPU, times are the CPU time of one
+thread. Writes <out>.json and, for MLPs, <out>.svg, and prints a table.
 """
 
 import copy

@@ -1,7 +1,8 @@
-"""A gated MLP with FP8 weights, multiplied by torch: in blocks of 128 x 128, as in transformers' FP8Linear, or by rows.
+"""A gated MLP with FP8 weights and torch's GEMMs: blocks of 128 x 128, as in transformers' FP8Linear, or per-row
+scales.
 
-Compiled functions round x and the hidden values to FP8, in groups of 128 or by rows, the latter after the activation,
-and gate and up are one product. On a CPU, which has no such products, weights are decoded.
+Compiled functions round x and the hidden values to FP8, in groups of 128 or by row; the second also applies the
+activation. Gate and up are one GEMM. CPUs have no such GEMMs, so weights are decoded there.
 """
 
 import torch

@@ -1,8 +1,9 @@
-"""Gated MLPs with integer weights, and other libraries' products for them.
+"""Gated MLPs with integer weights, and other libraries' GEMMs for them.
 
-`int8`: bitsandbytes' Linear8bitLt, which rounds x to int8. Its outlier threshold is 0: with a threshold it waits for
-the GPU and cannot be in a CUDA graph. `int4`: in groups of 128, and torch's product for such weights, which torchao
-repacks for it. `int4-tiles`: the same weights as packed, in torchao's Int4TilePackedTo4dTensor, for both.
+`int8` is bitsandbytes' Linear8bitLt, which rounds x to int8. Its outlier threshold is 0, because with another it
+synchronises with the GPU and cannot be captured in a CUDA graph. `int4` has groups of 128; torch's GEMM needs such
+weights repacked by torchao. `int4-tiles` uses the repacked form, torchao's Int4TilePackedTo4dTensor, for both
+providers.
 """
 
 import bitsandbytes

@@ -1,8 +1,8 @@
-"""Whole Llamas with quantised weights: a step of decoding, in NF4 and FP8, and a step of QLoRA.
+"""Whole Llamas with quantised weights: a decoding step in NF4 and FP8, and a QLoRA step.
 
-A decoding step uses a static cache, in eager mode and in a CUDA graph; all its ways share their weights. In FP8 `eager`
-is the model with the decoded weights, in bfloat16: transformers' own products are kernels from the Hub. A QLoRA step
-uses NF4 weights, PEFT adapters on all linear layers, and AdamW; fresh instances run interleaved.
+A decoding step uses a static cache, in eager mode and in a CUDA graph; all its variants share their weights. In FP8,
+`eager` is the model with decoded bfloat16 weights, since transformers' own GEMMs are kernels from the Hub. A QLoRA step
+has NF4 weights, PEFT adapters on all linear layers, and AdamW; fresh instances run interleaved.
 """
 
 import copy

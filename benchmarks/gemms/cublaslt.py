@@ -1,4 +1,4 @@
-"""cuBLASLt's algorithms that multiply by mma.sync, on any GPU, recognised by the names of their kernels."""
+"""cuBLASLt's algorithms of one class, selected by kernel name: those that use mma.sync, on any GPU."""
 
 import contextlib
 import ctypes

@@ -1,13 +1,13 @@
-"""The GEMMs of sm_80, forced on the present GPU, against other implementations that use mma.sync there.
+"""The sm_80 GEMMs, forced on the present GPU, against other mma.sync GEMMs.
 
     python benchmarks/gemms/mma_sync.py                            every kernel, the best of each, and the ratios
-    python benchmarks/gemms/mma_sync.py --build                    only compiles build/mma_sync.so (needs nvcc, no GPU)
+    python benchmarks/gemms/mma_sync.py --build                    only compile build/mma_sync.so (needs nvcc, no GPU)
     python benchmarks/gemms/mma_sync.py --parts rows --shapes 64,4096,14336
-    python benchmarks/gemms/mma_sync.py --from build/mma_sync.json  shows the results of such a run; measures nothing
+    python benchmarks/gemms/mma_sync.py --from build/mma_sync.json  show the results of such a run; measure nothing
 
-The peers are cuBLASLt's Ampere kernels, Triton's compiled for 8.0, and two limits: products from registers, and reading
-memory. Only ratios within one run count, and only for the GPU of that run: times on a Hopper GPU say nothing about
-other chips. Writes <out>.json after every product, and prints a table.
+The peers are cuBLASLt's Ampere-class kernels, Triton kernels compiled for 8.0, and two limits: products from registers,
+and reading memory. Only ratios within one run are meaningful, and only for the GPU they were measured on: times on a
+Hopper GPU say nothing about other chips. Writes <out>.json after every product, and prints a table.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A product by Triton, always compiled for compute capability 8.0: the driver compiles the PTX for the present GPU."""
+"""A Triton GEMM compiled for compute capability 8.0 on any GPU, whose driver compiles the PTX."""
 
 import functools
 import re

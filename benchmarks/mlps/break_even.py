@@ -1,4 +1,4 @@
-"""A sentence that says from which M on fusing pays, and at which M it does not."""
+"""A sentence that says from which M on fusion pays, and where it does not."""
 
 from typing import NamedTuple
 

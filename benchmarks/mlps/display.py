@@ -1,4 +1,4 @@
-"""Terminal tables of the results of peers.py."""
+"""Tables of peers.py's measurements that fit a terminal."""
 
 import sys
 

@@ -1,15 +1,16 @@
-"""MLPs of random kinds, widths and numbers of rows, as modules: fused against not, in inference and in training.
+"""MLP modules of random kinds, widths and numbers of rows, fused against unfused, in inference and in training.
 
     python benchmarks/mlps/modules.py                            100 of each dtype, both ways
     python benchmarks/mlps/modules.py --number 400 --dtypes bfloat16 --ways training --seed 7
     python benchmarks/mlps/modules.py --from build/modules.json  show the results of such a run; measure nothing
 
-The kinds are classes of transformers: one layer with its activation, plain MLPs, gated MLPs, and gated MLPs with gate
-and up in one weight. Fused and unfused instances, each with its own weights, run interleaved in one process; a figure
-is the ratio of the medians. A point above 1.05 of the original's time is measured again with other instances: if it is
-above twice, it is a loss and not the noise of a shared machine. A training step is a forward and a backward that makes
-all gradients anew. The process keeps freed memory: otherwise the C library returns it at random, and mapping it again
-page by page at the next call costs up to ten times the time of a call. Writes <out>.json, and prints a table.
+The kinds are transformers classes: one layer with its activation, plain MLPs, gated ones, and gated ones with gate and
+up packed in one weight. Fused and unfused instances, each with its own weights, run interleaved in one process; a
+figure is the ratio of the medians. Any case above 1.05 of the original's time is measured again with other instances;
+only if it is above 1.05 twice is it a loss rather than noise of a shared machine. A training step is a forward and a
+backward that allocates all gradients. Freed memory stays with the process, because whether the C library returns it to
+the system, to be mapped again page by page at the next call, is random and costs up to ten times the call. Writes
+<out>.json, and prints a table.
 """
 
 import contextlib

@@ -1,18 +1,18 @@
-"""Ours against the peers, side by side in one process: GPU time, wall time and CPU time of one forward.
+"""This package against its peers, interleaved in one process: GPU time, wall time and CPU time of one forward.
 
-    python benchmarks/mlps/peers.py --dim 768 --hidden 3072           one MLP at every M: from where on does fusing pay?
+    python benchmarks/mlps/peers.py --dim 768 --hidden 3072           one MLP at every M: from which M does it pay?
     python benchmarks/mlps/peers.py                                   the table of docs/performance.md
     python benchmarks/mlps/peers.py --shapes 64,768,3072 --providers eager ours
-    python benchmarks/mlps/peers.py --sweep --providers eager ours    every M of the sweep, only against eager
+    python benchmarks/mlps/peers.py --sweep --providers eager ours    every M of the sweep, against eager alone
     python benchmarks/mlps/peers.py --sweep --graphs --providers eager ours  the same in CUDA graphs
-    python benchmarks/mlps/peers.py --between 500 --graphs --providers eager ours  500 shapes between them, at random
+    python benchmarks/mlps/peers.py --between 500 --graphs --providers eager ours  500 random shapes in between
     python benchmarks/mlps/peers.py --workload linear                 one linear layer with bias and GELU
-    python benchmarks/mlps/peers.py --workload pointwise              act(gate) * up, against a copy of as many bytes
+    python benchmarks/mlps/peers.py --workload pointwise              act(gate) * up, against a copy of equal size
     python benchmarks/mlps/peers.py --from benchmarks/results/mlps/h100-sweep.json --dim 768 --hidden 3072
-    python benchmarks/mlps/peers.py --limit 1.02                      fails if ours takes more of eager's time
+    python benchmarks/mlps/peers.py --limit 1.02                      fail if ours exceeds this ratio of eager's time
 
-Writes <out>.json (figures and the machine's facts) and prints a table; with --dim, draws a plot for each kind of time
-too. On a CPU there is only wall time. Peers that cannot run on the machine are skipped with a message.
+Writes <out>.json (figures and machine facts) and prints a table; with --dim, also draws a plot for each kind of time.
+On a CPU only wall time is measured. Peers that cannot run on the machine are skipped with a message.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""The compared providers, by name: callables that compute the same on the same operands."""
+"""The compared providers, by name: callables that compute the same result from the same operands."""
 
 import importlib
 import importlib.util

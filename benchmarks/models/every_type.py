@@ -1,11 +1,11 @@
-"""A small model of every type in transformers, fused and not: is it ever slower, and is its error ever larger?
+"""A small model of every type in transformers, fused and unfused: is it ever slower or less accurate?
 
     python benchmarks/models/every_type.py  two layers of 256 features
     python benchmarks/models/every_type.py --types bert swinv2 --width 512 --hidden 2048
 
-Such models are bound by the host, so their times show the host cost of fusing. A second unfused copy is interleaved
-with both: its difference from the first is noise. "over" is the ratio of the fused model's lower quartile to the slower
-of the two; errors are relative to the unfused model in float32, for the first result and all gradients.
+Such models are host-bound, so their times show the host overhead of fusion. A second unfused copy runs interleaved with
+both; its difference from the first is noise. "over" is the ratio of the fused model's lower quartile to the slower of
+the two. Errors are relative to the unfused model in float32, for the first result and all gradients.
 """
 
 import copy

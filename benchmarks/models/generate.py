@@ -1,13 +1,13 @@
-"""Whole models, end to end: time to first token and tokens per second of greedy generation, ours against the peers.
+"""Whole models, end to end: time to first token and tokens per second of greedy generation, against the peers.
 
     python benchmarks/models/generate.py  both dense models, batch 1 and 16
     python benchmarks/models/generate.py --models qwen3-30b-a3b --layers 8 --prompt 128
     python benchmarks/models/generate.py --models gemma-2b --batches 1 --layers 2
 
-The models have the sizes of Gemma 2B, Llama 8B and Qwen3 30B-A3B and random weights; all set-ups of a model share them
-and run interleaved. "eager" runs experts as transformers does by default; for a mixture its other ways run too. Time to
-first token is a prompt's prefill; tokens per second count the decoding after it. Writes <out>.json (figures and facts
-about the machine), and prints a table.
+The models have the sizes of Gemma 2B, Llama 8B and Qwen3 30B-A3B and random weights; all variants of a model share them
+and run interleaved. "eager" runs experts as transformers does by default; a mixture is also measured with its other
+experts implementations. Time to first token is the prefill of a prompt; tokens per second cover the decoding after it.
+Writes <out>.json (figures and machine facts), and prints a table.
 """
 
 import copy

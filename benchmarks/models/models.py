@@ -1,18 +1,18 @@
-"""Whole models, fused against not: the wall time of a forward in eager, compiled, and compiled into CUDA graphs.
+"""Whole models, fused against unfused: wall time of a forward in eager, compiled, and compiled into CUDA graphs.
 
     python benchmarks/models/models.py                           every model of this machine's list
     python benchmarks/models/models.py --models bert-base gpt2 --modes eager
     python benchmarks/models/models.py --from build/models.json  show the results of such a run; measure nothing
 
 The architectures have their real widths and depths, and random weights. Copies of one model differ by several percent,
-so both variants are built several times from the same seed. In a turn one copy of each runs, directly after one
-another, long enough for the clock to settle, at a random depth of Python's stack, because the time depends on that. A
-ratio compares such neighbours. A figure is the median over the copies of each copy's median over its turns; the spread
-is over the copies.
+so both variants are built several times from the same seed. In a turn, a copy of each runs right after the other, long
+enough for the clock to settle, at a random depth of Python's stack, which affects the time. A ratio compares such
+neighbours. A figure is the median over the copies of each copy's median over its turns; the spread is that of the
+copies.
 
-"In place" is the CPU time of a layer after its attention, in the running model, where the caches hold data of the rest
-of the model: the time of the MLP with its norm and the sums around it. Writes <out>.json and <out>.svg, and prints a
-table.
+"In place" is the CPU time of the part of a layer after its attention, inside the running model, where the caches hold
+what the rest of the model left there: the MLP with its norm and the residual sums. Writes <out>.json and <out>.svg, and
+prints a table.
 """
 
 import functools

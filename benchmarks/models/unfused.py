@@ -1,11 +1,11 @@
-"""Models whose MLPs cannot be fused whole: the cost or gain of fuse_mlps for them.
+"""Models whose MLPs cannot be fused as a whole: the cost or gain of fuse_mlps there.
 
     python benchmarks/models/unfused.py  every kind that this machine can run
     python benchmarks/models/unfused.py --kinds nf4 hook --rows 1 512
 
-A Llama of --layers layers (2048 x 8192 on a GPU, 256 x 704 on a CPU), in inference: with bitsandbytes' NF4 and int8
-weights, and with a forward hook on each down projection. An unfused and a fused copy alternate, each a few times in a
-row; a figure is the median of the ratios of neighbours, with its quartiles.
+A Llama of --layers layers (2048 x 8192 on a GPU, 256 x 704 on a CPU) runs inference with bitsandbytes' NF4 and int8
+weights, and with a forward hook on each down projection. An unfused and a fused copy run interleaved, each a few times
+in a row; a figure is the median of the ratios of neighbours, with its quartiles.
 """
 
 import copy

@@ -1,17 +1,17 @@
-"""LoRA: a gated MLP whose three projections have adapters, in training and in inference, and whole steps of a model.
+"""LoRA: a gated MLP with adapters on its three projections, in training and inference, and whole steps of a model.
 
     python benchmarks/training/adapters.py                  all cases of this machine's list, in 9 minutes at most
-    python benchmarks/training/adapters.py --quick          tiny sizes, few turns, nothing compiled: to see that it runs
+    python benchmarks/training/adapters.py --quick          tiny sizes, few turns, nothing compiled, to see that it runs
     python benchmarks/training/adapters.py --parts mlp --providers eager ours
-    python benchmarks/training/adapters.py --from build/adapters.json  show what such a run has written; measure nothing
+    python benchmarks/training/adapters.py --from build/adapters.json  show the results of such a run; measure nothing
 
-Base weights are frozen, in bfloat16. Adapters are in bfloat16, or in float32 under autocast, as PEFT makes them by
-default; the adapters of a case with dropout are in bfloat16. `eager` and `compile` run PEFT's formula; `ours-base` is
-this package without the adapters, and `gemms` the products of the base alone, gate and up as one: four of a forward and
-a backward, two of a forward. A step is one of a Llama with adapters of PEFT on all linear layers, with AdamW; fresh
-instances of each variant take turns. The experts of a mixture have adapters on both of their weights: as PEFT computes
-them, as fused, and in `ours-base` none. Times, "saved" and "peak" are those of training.py; inference of MLPs runs in
-CUDA graphs where there is a GPU. Writes <out>.json and <out>.svg, and prints a table.
+Base weights are frozen, in bfloat16. Adapters are in bfloat16, or in float32 under autocast, which is PEFT's default;
+in cases with dropout they are in bfloat16. `eager` and `compile` run PEFT's formula; `ours-base` is this package
+without the adapters. `gemms` are only the GEMMs of the base, gate and up as one: four for a forward and a backward, two
+for a forward. A step is that of a Llama with PEFT adapters on all linear layers, with AdamW; fresh instances of each
+variant run interleaved. The experts of a mixture have adapters on both weights: as PEFT computes them, fused, and
+without any in `ours-base`. Times, "saved" and "peak" are defined as in training.py; on a GPU, inference of MLPs runs in
+CUDA graphs. Writes <out>.json and <out>.svg, and prints a table.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Those who can compute a gated MLP with adapters. Each is a function of x; all use the operands of one MLP."""
+"""Providers of a gated MLP with adapters. Each is a function of x; all use the operands of one MLP."""
 
 import contextlib
 from collections.abc import Callable

@@ -1,16 +1,17 @@
-"""Forward and backward of one gated MLP against its peers, and whole steps of two models: time, and memory.
+"""Forward and backward of one gated MLP against its peers, and whole steps of two models: time and memory.
 
     python benchmarks/training/training.py                     all points of this machine's list, in 8 minutes at most
     python benchmarks/training/training.py --shapes 1024,1024,4096 --models --providers eager compile ours
-    python benchmarks/training/training.py --steps llama-1b    whole steps by width, Liger and torch.compile beside ours
-    python benchmarks/training/training.py --from build/training.json  show what such a run has written; measure nothing
+    python benchmarks/training/training.py --steps llama-1b    whole steps by width, with Liger and torch.compile
+    python benchmarks/training/training.py --from build/training.json  show the results of such a run; measure nothing
 
-All providers of a point take turns in one process, and the medians count: of turns of many steps for the wall time, of
-single steps in random order for the GPU's, since large products make the clock vary by more than providers do. "Saved"
-is what a forward leaves for the backward beside its result, "peak" the most that both allocate. `gemms` are the six
-products alone, which give no answer. `ours-sm90`, by name only, forces all GEMMs of training for Hopper GPUs, chosen or
-not. A step of a model has its optimizer in it; fresh instances of each variant take turns. What found no time left, or
-does not run here, is named with the reason. Writes <out>.json, and prints a table.
+All providers of a point run interleaved in one process and are compared by medians: over turns of many steps for the
+wall time, over single steps in random order for the GPU time, since large GEMMs make the clock vary by more than the
+providers differ. "Saved" is the memory that a forward keeps for the backward besides its result, "peak" the most that
+both allocate. `gemms` are the six GEMMs alone, without a result. `ours-sm90`, by name only, forces all training GEMMs
+to the Hopper kernels, chosen or not. A step of a model includes its optimizer; fresh instances of each variant run
+interleaved. Cases that do not run here or do not fit the time limit are listed with the reason. Writes <out>.json, and
+prints a table.
 """
 
 import contextlib

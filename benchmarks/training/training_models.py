@@ -1,4 +1,4 @@
-"""Whole steps of training of two models: as they are, and fused with each choice of what is kept."""
+"""Whole training steps of two models: unfused, and fused with each choice of what autograd saves."""
 
 import contextlib
 import gc

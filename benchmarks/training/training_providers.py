@@ -1,4 +1,4 @@
-"""Those who can train a gated MLP. Each is a function of x; all use the weights of one MLP."""
+"""Providers that can train a gated MLP. Each is a function of x; all use the weights of one MLP."""
 
 import contextlib
 import importlib

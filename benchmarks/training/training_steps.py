@@ -1,4 +1,4 @@
-"""Whole steps of models by width, with Liger's modules and torch.compile beside ours: for `training.py --steps`."""
+"""Whole steps of models by width, with Liger's modules and torch.compile as peers, for `training.py --steps`."""
 
 from collections.abc import Callable
 

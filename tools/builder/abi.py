@@ -1,4 +1,4 @@
-"""Checks an extension against the Hub's rules on the symbols of Python, torch and the system that it may use."""
+"""Checks an extension against the Hub's rules on which symbols of Python, torch and the system it may use."""
 
 import re
 import subprocess

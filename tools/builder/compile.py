@@ -1,4 +1,4 @@
-"""Compiles a variant's extension. A generated build.ninja rebuilds only what changed, and shows progress."""
+"""Compiles a variant's extension. A generated build.ninja rebuilds only what changed and shows progress."""
 
 import io
 import math

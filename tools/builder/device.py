@@ -1,8 +1,8 @@
-"""Compiles the CUDA code with a toolkit that has no nvcc on PyPI, to check that this version accepts it.
+"""Compiles the CUDA code with a toolkit for which PyPI has no nvcc, to check that this version accepts it.
 
-NVRTC, which has nvcc's front end, and ptxas compile the device code. NVRTC rejects host code, so it gets only the
-headers with device code, and the names of the kernels that an nvcc build instantiated from them. The C++ compiler
-compiles the C++ files with the toolkit's headers. Only the launches in the .cu files are not checked.
+The device code goes through NVRTC, which has nvcc's front end, and through ptxas. NVRTC refuses host code, so it gets
+the headers of the device code and the names of the kernels that an nvcc build instantiated. The C++ files go through
+the C++ compiler with the toolkit's headers. Only the launches in the .cu files are not covered.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Lays a variant out as kernel-builder does, in the form that the loader expects in build/<variant>/."""
+"""Lays a variant out as kernel-builder does, with the files that the loader expects in build/<variant>/."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Reads the undefined symbols of a macOS extension on a machine whose nm reads only ELF files."""
+"""Reads the imported symbols of a macOS extension, on a machine whose nm reads only ELF files."""
 
 import struct
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Finds the tools that a build needs. A missing one raises a BuildError: one line that names it and the remedy."""
+"""Finds the tools of a build. A missing one raises BuildError, with one line that names it and what to do."""
 
 import ctypes
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""Compilers from PyPI, each in a folder of its own: several versions of CUDA side by side, without a GPU or root."""
+"""Compilers from PyPI, each in its own folder: several CUDA versions side by side, without a GPU or root."""
 
 import re
 import shutil

@@ -1,1 +1,1 @@
-"""Builds for other machines and versions, and the checks that run there (smoke, models: under each torch version)."""
+"""Builds for other machines and versions, and tests of them (smoke, models: under each version of torch)."""

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Loads and tries the local build under every minor version of torch since the oldest it is built for, and of
+"""Loads and tests the local build under every minor version of torch since the oldest it is built for, and of
 transformers since the one that the tests run with.
 
-Each version is installed from PyPI into its own environment, which is deleted afterwards: several GB at a time.
-Prints a table and writes it to docs/compatibility.md, with the variants of a release that `kernels` chooses.
+Each version is installed from PyPI into its own environment, which is deleted afterwards: several GB at a time. Prints
+a table and writes it to docs/compatibility.md, with the variants that `kernels` selects from a release.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Runs tests/test_kernels_ci.py on the CPU variant for aarch64, under qemu on another machine: `make emulate`.
 
-Needs Debian with qemu-user-static and g++-aarch64-linux-gnu. Python for aarch64 comes from Debian's mirror, torch from
-PyPI: 5 GB with the libraries that it links. All of it goes to build/emulate; nothing is installed.
+Needs Debian with qemu-user-static and g++-aarch64-linux-gnu. Python for aarch64 comes from Debian's mirror and torch
+from PyPI, 5 GB with its dependencies. Everything goes to build/emulate; nothing is installed.
 """
 
 import os

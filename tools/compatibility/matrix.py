@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Builds every variant that can be built without a GPU, a CUDA torch or an installed CUDA toolkit, into build/matrix/.
 
-The versions of CUDA are those of requirements/toolkits/, from PyPI. For CUDA 13 PyPI has nvcc, and the whole variant is
-built. For CUDA 12 it does not; builder/device.py explains which code is compiled then. Cross-compilers also compile
-the CPU variant for aarch64 and for macOS.
+The CUDA versions are those of requirements/toolkits/, from PyPI. CUDA 13 includes nvcc there, so its variant is built
+completely. CUDA 12 has no nvcc there; builder/device.py describes which of the code is compiled. Cross-compilers also
+build the CPU variant for aarch64 and for macOS.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""Tries the package's ways of changing transformers models.
+"""Tests on transformers models what the package does on its own.
 
 Run by its path in its own process: `models.py <repo id> <version> <backend>`. Prints one JSON object: None for each
-success, or the error; and the version of `kernels` that transformers requires, or None if it accepts the installed one.
+test that passed, or the error; and the `kernels` version that transformers requires, or None if the installed one fits.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Loads the kernel and tries its promises, under the torch of the interpreter that runs this.
+"""Loads the kernel and tests its main functions under the torch of the running interpreter.
 
-Run by its path in its own process: `smoke.py <repo id> <version> <backend>`. Prints one JSON object: each check with
-None for success, or the error. Without a GPU the CUDA variant is only loaded.
+Run by its path in its own process: `smoke.py <repo id> <version> <backend>`. Prints one JSON object with each test and
+None if it passed, or the error. Without a GPU, the CUDA variant is loaded and computes nothing.
 """
 
 import json

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Checks flake.lock for consistency with itself and with flake.nix, without Nix's network: part of `make lint`.
 
-Releases are built from the lock, so it must contain every input, pinned to a commit and to its contents. If Nix is
-installed, its own evaluator reads the inputs of flake.nix.
+Releases are built from the lock, so every input has to be present, pinned to a commit and a content hash. Nix's own
+evaluator reads the inputs of flake.nix, if it is installed.
 """
 
 import base64

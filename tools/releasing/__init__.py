@@ -1,2 +1,2 @@
-"""The parts of tools/release.py: the checks before a release (rules, rebuild, check), and its signing, publication and
-trial (signature, publish, smoke, dry_run)."""
+"""The parts of tools/release.py: checks before a release (rules, rebuild, check), and signing, publishing and testing
+it (signature, publish, smoke, dry_run)."""

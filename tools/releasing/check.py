@@ -1,4 +1,4 @@
-"""All checks of a build, in a table, with the findings below it."""
+"""Runs all checks of a build and prints a table, with the findings of each below it."""
 
 import sys
 from collections.abc import Iterator

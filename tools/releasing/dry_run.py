@@ -1,4 +1,4 @@
-"""The rehearsal of a release, in a clone of the checked-out commit, on a local Hub."""
+"""Rehearses a release in a clone of the checked-out commit, on a local stand-in for the Hub."""
 
 import os
 import secrets

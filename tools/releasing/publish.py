@@ -1,6 +1,6 @@
-"""Publishes a build through the Hub's own client in two steps: to a branch where it is tried as users would get it, and
-from there to the branch of the version, with its card on `main`. The layout is that of `kernel-builder upload`, which
-is not used because it always tries to create the repository: a token for one repository may not do that."""
+"""Publishes a build through the Hub's client in two steps: to a branch where it is tested as users would get it, and
+from there to the version's branch, with its card on `main`. The files are laid out as `kernel-builder upload` does.
+That command is not used because it always creates the repository, which a token for one repository may not do."""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Repeats a build from the same commit in another folder: the result must be identical byte for byte."""
+"""Repeats a build from the commit in another folder; both must be identical, byte for byte."""
 
 import subprocess
 import sys

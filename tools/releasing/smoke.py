@@ -1,4 +1,4 @@
-"""A user's first steps: load the kernel from the Hub, fuse a model's MLPs, and check that its results are unchanged.
+"""A user's first steps: load the kernel from the Hub, fuse a model's MLPs, and check that the result is the same.
 
 Run by its path in its own process, which knows the Hub's address and nothing of this tree.
 """

@@ -1,4 +1,4 @@
-"""Kinds of models, and kinds of reasons why a model cannot be built."""
+"""Kinds of models, and of reasons why a model cannot be built."""
 
 import re
 

@@ -1,7 +1,7 @@
-"""The MLPs of a model, by a definition that is independent of fuse_mlps and wider than its own.
+"""The MLPs of a model, by a definition that is independent of fuse_mlps and broader than its own.
 
 A module is an MLP if its class name says so, or if its own linear layers are those of an MLP, one that widens and one
-that narrows back; and if it contains an activation. Among nested ones the innermost counts.
+that narrows back; and if it contains an activation. If MLPs are nested, the innermost counts.
 """
 
 import re

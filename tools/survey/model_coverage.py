@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Counts the MLPs that fuse_mlps fuses, in a tiny model of every type in transformers, and writes docs/coverage.md.
-Takes two minutes; the definition of an MLP is independent of the fuser (survey/mlps.py).
+"""Counts the MLPs that fuse_mlps fuses in a tiny model of every type in transformers, and writes docs/coverage.md.
+Takes two minutes. survey/mlps.py decides what is an MLP, independently of fuse_mlps.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Models of transformers with tiny configurations, for any model type."""
+"""Transformers models with tiny configurations, for any model type."""
 
 import importlib
 import inspect

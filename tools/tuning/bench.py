@@ -1,4 +1,4 @@
-"""Times every kernel and torch's GEMM on this GPU: interleaved, as CUDA graphs; medians count."""
+"""Times every kernel and torch's GEMM on this GPU, as interleaved CUDA graphs, by their medians."""
 
 import ctypes
 import itertools

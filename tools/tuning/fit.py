@@ -1,6 +1,6 @@
 """Fits the constants of the kernels' time model (cuda/sm90/plan/time_model.h) to measured times.
 
-The formulas are the package's own, called through `Model`; none is repeated here.
+The formulas are those of the package, called through `Model`; none is repeated here.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A matrix product and the kernels that can compute it, as this folder's C++ defines them."""
+"""A matrix product and the kernels that can compute it, as the C++ code of this folder defines them."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

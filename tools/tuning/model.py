@@ -1,4 +1,4 @@
-"""The package's choice of a kernel and its time model: its own C++, called through ctypes."""
+"""The package's choice of a kernel and its time model: its own C++ code, called through ctypes."""
 
 import ctypes
 import subprocess

@@ -1,18 +1,19 @@
-"""The one table of activations: what each computes, and its derivative.
+"""The single table of activations: the function and the derivative of each.
 
-Special values. Every kernel computes in float32 and rounds once, so that values and gradients are NaN, infinite or
-finite where PyTorch's formulas, evaluated in float64, are:
+Special values. Every kernel computes in float32 and rounds once. Values and gradients are NaN, infinite or finite
+exactly where PyTorch's formulas are when evaluated in float64:
 
-- NaN gives NaN, and 0 times infinity is NaN. Only ``linear`` and ``relu`` have a derivative of 1 there.
-- The value at +inf is +inf, for ``sigmoid`` 1. At -inf it is 0 for ``relu``, ``relu2`` and ``sigmoid``, -inf for
-  ``linear``, and NaN for the others, which multiply x by a weight of zero.
+- NaN gives NaN, and 0 times infinity is NaN. Only ``linear`` and ``relu`` have a derivative of 1 at NaN.
+- The value at +inf is +inf, except for ``sigmoid``, where it is 1. At -inf it is 0 for ``relu``, ``relu2`` and
+  ``sigmoid``, -inf for ``linear``, and NaN for the others, which multiply x by a weight of zero.
 - The derivative at either infinity is NaN for the GELUs and ``silu``, 0 for ``sigmoid`` and 1 for ``linear``. At +inf
-  it is 1 for ``relu`` and +inf for ``relu2``, at -inf 0 for both.
-- A finite x, however large, has a finite value and a finite derivative, except that those of ``relu2`` overflow to
-  +inf. PyTorch's float32 operations differ here: the derivative of their tanh-GELU is NaN beyond 1e19.
-- Subnormal operands count. A result below the smallest normal number may be zero. The sign of a zero is not specified.
+  it is 1 for ``relu`` and +inf for ``relu2``; at -inf it is 0 for both.
+- A finite x, however large, has a finite value and derivative, except that ``relu2`` and its derivative overflow to
+  +inf. PyTorch's float32 operations differ here: their derivative of tanh-GELU is NaN beyond 1e19.
+- Subnormal operands are not flushed. A result below the smallest normal number may be zero. The sign of a zero is not
+  specified.
 
-Where PyTorch's own operations run (``explain`` says so), special values are theirs.
+Calls that fall back to PyTorch's operations (``explain`` says which) have PyTorch's special values.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_TANH_SLOPE = 2.0 * math.sqrt(2.0 / math.pi)  # sigmoid's in gelu's tanh form, as 0.5 (1 + tanh u) = sigmoid(2u)
+_TANH_SLOPE = 2.0 * math.sqrt(2.0 / math.pi)  # slope of the sigmoid in tanh-GELU: 0.5 (1 + tanh u) = sigmoid(2u)
 _TANH_CUBIC = 0.044715
 _QUICK_SLOPE = 1.702
 
@@ -34,15 +35,15 @@ _QUICK_SLOPE = 1.702
 class Activation:
     """One elementwise activation.
 
-    ``code`` is its number in ``activation.h``, by which the compiled ops know it. ``function`` and ``derivative`` map a
-    tensor of any shape and floating dtype to one of the same shape and dtype, in operations that autograd can follow.
-    ``aliases`` are the other names that ``transformers.activations.ACT2FN`` has for the same function.
-    ``result_kept``: of PyTorch's operations, autograd keeps a result for the backward, or nothing, and not x.
+    ``code`` is its number in ``activation.h``, which the compiled ops use. ``function`` and ``derivative`` map a tensor
+    of any shape and floating dtype to one of the same shape and dtype, using differentiable operations. ``aliases`` are
+    the other names of the same function in ``transformers.activations.ACT2FN``. ``result_kept`` is True if autograd
+    saves the result of PyTorch's operations for the backward, or nothing, rather than x.
 
-    For models: ``calls`` are the functions that modules of this activation call, each by its owner and name; where one
-    of them was replaced, nothing is fused. ``spellings`` are other functions of torch that compute it, ``classes`` the
-    qualified names of classes that do so by one function of torch, whatever their attributes are, and ``composites``
-    of those that do so by several.
+    The other fields serve ``models``. ``calls`` lists the functions that modules with this activation call, as pairs of
+    owner and name; if one has been replaced, nothing is fused. ``spellings`` are other torch functions that compute it.
+    ``classes`` are the qualified names of classes that compute it with one torch function, whatever their attributes;
+    ``composites`` are those that use several functions.
     """
 
     name: str
@@ -71,7 +72,7 @@ def _gelu_tanh_derivative(x: Tensor) -> Tensor:
 
 def _sigmoid_weighted_derivative(x: Tensor, slope: float) -> Tensor:
     z = slope * x
-    return torch.sigmoid(z) + x * (slope * _sigmoid_derivative(z))  # z may be infinite where x is not
+    return torch.sigmoid(z) + x * (slope * _sigmoid_derivative(z))  # z may be infinite where x is finite
 
 
 def _sigmoid_derivative(x: Tensor) -> Tensor:
@@ -187,9 +188,9 @@ BY_CODE: Tuple[Activation, ...] = tuple(sorted(ACTIVATIONS, key=lambda activatio
 
 
 def get_activation(name: Optional[str]) -> Activation:
-    """The activation of that name (or alias); None is ``linear``.
+    """Return the activation with that name or alias; None means ``linear``.
 
-    Raises ValueError for a name the table has not, TypeError for anything but a string or None.
+    Raises ValueError for an unknown name, and TypeError for anything but a string or None.
     """
     found = _BY_NAME.get(name) if name is None or isinstance(name, str) else None
     if found is None:

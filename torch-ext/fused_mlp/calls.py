@@ -1,10 +1,10 @@
-"""Computation of a call: the choice of the parts that are one op, and autograd around the others.
+"""Execution of a call: which parts run as one op, and autograd around the others.
 
-The functions are those of ``functional``, with a row of the table of activations in the place of its name. A call is
-one op of one backend wherever nothing has to see the parts; where autograd follows, an op of ``training``. Where
-something has to see them (autocast with operands to cast, a tensor subclass with ways of its own, an export, a
-transform of ``torch.func``), torch runs the GEMMs and only the pointwise part is fused, or nothing:
-``composition_reason`` and ``recording_reason`` say which.
+The functions are those of ``functional``, but take a row of the table of activations instead of its name. A call is one
+op of one backend unless something has to see its parts; under autograd it is an op of ``training``. If something has to
+see the parts (autocast with operands to cast, a tensor subclass with its own behaviour, an export, a ``torch.func``
+transform), torch runs the GEMMs and at most the pointwise part is fused: ``composition_reason`` and
+``recording_reason`` say why.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ flops.register()
 
 Operands = Tuple[Optional[Tensor], ...]
 
-# Bound once: to look these up is a measurable part of a small call.
+# Bound once: looking these up is a measurable part of a small call.
 _is_compiling = torch.compiler.is_compiling
 _tracing_state = torch._C._get_tracing_state
 
@@ -42,7 +42,7 @@ def act_and_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
             return result
     operands.check_act_and_mul(gate, up)
     if gate.dtype != up.dtype:
-        dtype = torch.promote_types(gate.dtype, up.dtype)  # what a product does under autocast
+        dtype = torch.promote_types(gate.dtype, up.dtype)  # as a product promotes under autocast
         gate, up = gate.to(dtype), up.to(dtype)
     return _act_and_mul(gate, up, activation.code)
 
@@ -82,19 +82,19 @@ def gated_mlp(
 def in_one_op(
     op: str, given: Operands, activation: Activation, memory: str, up_first: Optional[bool] = None
 ) -> Optional[Tensor]:
-    """The result of a function on its operands as one op of a backend, one each way where autograd follows.
+    """Return the result of a function as one op of a backend (under autograd one forward and one backward op).
 
-    None where torch computes its parts, or the operands do not fit. ``up_first`` as :func:`training.run` has it.
+    None if torch computes the parts, or the operands are invalid. ``up_first`` is that of :func:`training.run`.
     """
     try:
         _check(op, given, up_first)
-    except (TypeError, ValueError):  # eager may broadcast them, or says what is wrong in its own words
+    except (TypeError, ValueError):  # eager may broadcast them, or raise its own error
         return None
     return _taken(op, given, activation.code, memory, up_first)
 
 
 def _taken(op: str, given: Operands, activation: int, memory: str, up_first: Optional[bool] = None) -> Optional[Tensor]:
-    """The same of operands that fit."""
+    """Like :func:`in_one_op`, for operands that were checked."""
     if autograd_follows(*given):
         cast, more = autocast(given), () if up_first is None else (up_first,)
         if recording_reason(op, cast, activation, memory) is None:
@@ -121,7 +121,7 @@ def _check(op: str, given: Operands, up_first: Optional[bool]) -> None:
 
 
 def _unpacked(given: Operands, up_first: bool) -> Tuple[str, Operands]:
-    """The function, and its operands, of a layer that holds gate and up."""
+    """Return the function, and its operands, that a layer with packed gate and up amounts to."""
     x, weight, _, second_weight, bias, _, second_bias = given
     weights, biases = operands.halves(weight, up_first), operands.halves(bias, up_first)
     if second_weight is None:
@@ -172,7 +172,7 @@ def experts_mlp(
 
 
 def adapted_experts(*arguments: Any, adapters: experts.Adapters) -> Tensor:
-    """``experts_mlp`` of operands that fit, with adapters beside its weights that fit these."""
+    """Run ``experts_mlp`` with adapters; all operands were checked."""
     *given, form = arguments
     x = given[0]
     flat = [tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() != 2 else tensor for tensor in given[:3]]
@@ -184,7 +184,7 @@ def adapted_experts(*arguments: Any, adapters: experts.Adapters) -> Tensor:
 
 
 def adapted_reason(given: Operands, form: experts.Form, adapters: experts.Adapters) -> Optional[str]:
-    """The reason why a call with adapters is composed of parts, or None if it is one op, or one each way."""
+    """Return why a call with adapters is composed of parts; None if it is one op, or one op each way."""
     x, index, _, gate_up, down = given[:5]
     factors = [factor for adapter in adapters if adapter is not None for factor in adapter[:2]]
     reason = pointwise_reason(*given, *factors)
@@ -214,7 +214,7 @@ def _adapted_by_op(given: Operands, form: experts.Form, adapters: experts.Adapte
 
 
 def experts_by_a_kernel(*arguments: Any) -> Optional[Tensor]:
-    """``experts_mlp`` where a backend takes the call as one, else None."""
+    """Run ``experts_mlp`` if a backend takes the call as one op; otherwise return None."""
     given, form = arguments[:-1], arguments[-1]
     result = _short_experts(given, form)
     if result is None:
@@ -226,7 +226,7 @@ def experts_by_a_kernel(*arguments: Any) -> Optional[Tensor]:
 
 
 def _short_experts(given: Sequence[Optional[Tensor]], form: experts.Form) -> Optional[Tensor]:
-    """``_by_op``, unless the parts may take less time than the op: many rows of transposed weights, or by a model."""
+    """``_by_op``, unless the parts may be faster: many rows of transposed weights, or a GPU that needs a time model."""
     if form.transposed and native.has_many_rows(given[1], given[3]):
         return None
     if is_plainly_recorded("experts_mlp", given) is not False or native.chooses_experts(given[0]):
@@ -235,19 +235,19 @@ def _short_experts(given: Sequence[Optional[Tensor]], form: experts.Form) -> Opt
 
 
 def _recorded_experts(given: Sequence[Optional[Tensor]], form: experts.Form) -> Optional[Tensor]:
-    """The result of a call of ``experts_mlp`` that autograd follows, by one op each way; None where it has parts."""
+    """Run ``experts_mlp`` under autograd with one op each way; None if it has to be composed of parts."""
     if not are_trained(given, form):
         return None
     return dispatch.op_or_parts(experts_training.run, (given, form), lambda: _composed_experts(*given, *form))
 
 
 def are_trained(given: Sequence[Optional[Tensor]], form: experts.Form) -> bool:
-    """True if autograd follows a call of ``experts_mlp`` that is one op forward and one op backward."""
+    """True if a call of ``experts_mlp`` under autograd is one op forward and one op backward."""
     return _may_be_trained(given) and experts_training.refusal(given, form) is None
 
 
 def untrained_reason(given: Sequence[Optional[Tensor]], form: experts.Form) -> Optional[str]:
-    """The reason why a call that autograd follows is not, where the kernels say it."""
+    """Return why a call under autograd is not one op each way, if the kernels are the reason."""
     return experts_training.refusal(given, form) if _may_be_trained(given) else None
 
 
@@ -257,7 +257,7 @@ def _may_be_trained(given: Sequence[Optional[Tensor]]) -> bool:
 
 
 def _experts_backend(given: Sequence[Optional[Tensor]], form: experts.Form) -> Optional[ModuleType]:
-    """The backend that takes a call of ``experts_mlp`` as one, or None where it is composed of parts."""
+    """Return the backend that takes a call of ``experts_mlp`` as one op; None if it is composed of parts."""
     if experts_reason(*given) is not None:
         return None
     x, top_k_index, _, gate_up_weight, down_weight = given[:5]
@@ -269,13 +269,13 @@ def _experts_backend(given: Sequence[Optional[Tensor]], form: experts.Form) -> O
 
 
 def experts_reason(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *others: Optional[Tensor]) -> Optional[str]:
-    """:func:`composition_reason` of a call of ``experts_mlp``, whose routing is of other dtypes than the rest."""
+    """Like :func:`composition_reason` for ``experts_mlp``, whose routing tensors have other dtypes than the rest."""
     reason = pointwise_reason(top_k_index, top_k_weights) or composition_reason(x, *others)
     return "autograd follows the parts" if reason is None and autograd_follows(top_k_weights) else reason
 
 
 def composition_reason(*given: Optional[Tensor]) -> Optional[str]:
-    """The reason why a call on these operands (the input first) cannot be one op, or None if it can."""
+    """Return why a call on these operands (the input first) cannot be one op; None if it can."""
     reason = pointwise_reason(*given)
     if reason is not None:
         return reason
@@ -290,7 +290,7 @@ def composition_reason(*given: Optional[Tensor]) -> Optional[str]:
 
 
 def recording_reason(op: str, given: Tuple[Optional[Tensor], ...], activation: int, memory: str) -> Optional[str]:
-    """The reason why a call that autograd follows, on operands cast by autocast, is not one op, or None if it is."""
+    """Return why a call under autograd, on operands already cast by autocast, is not one op; None if it is."""
     reason = pointwise_reason(*given) or training.refusal(op, activation)
     if reason is not None:
         return reason
@@ -306,12 +306,12 @@ def recording_reason(op: str, given: Tuple[Optional[Tensor], ...], activation: i
 
 
 def autograd_follows(*given: Optional[Tensor]) -> bool:
-    """True if backward-mode autograd records a call on these operands."""
+    """True if reverse-mode autograd records a call on these operands."""
     return training.is_recording() and any(tensor is not None and tensor.requires_grad for tensor in given)
 
 
 def pointwise_reason(*given: Optional[Tensor]) -> Optional[str]:
-    """The reason why not even the pointwise part of a call on these operands can be one op, or None if it can."""
+    """Return why not even the pointwise part of a call on these operands can be one op; None if it can."""
     return _operand_reason(*given) or ambient_reason()
 
 
@@ -325,15 +325,15 @@ def _operand_reason(*given: Optional[Tensor]) -> Optional[str]:
 
 
 def ambient_reason() -> Optional[str]:
-    """The global state that has to see the parts of any call, or None."""
+    """Return the global state that has to see the parts of any call, or None."""
     return _recorder() or ("torch.func follows the parts" if training.is_transformed() else None)
 
 
 def _recorder() -> Optional[str]:
     if forward_ad._current_level >= 0:
         return "forward-mode autograd follows the parts"
-    # A program that outlives this process must not need ops of this build, and may be trained, which ops cannot be.
-    # The flag, not torch.compiler.is_exporting(), which is true in all that torch 2.11 compiles.
+    # An exported program outlives this process, so it must not need this build's ops; and it may be trained, which ops
+    # cannot be. The flag, because torch.compiler.is_exporting() is true during any compilation in torch 2.11.
     if _tracing_state() is not None or torch.compiler._is_exporting_flag:
         return "torch.export and torch.jit.trace record the parts"
     return None
@@ -342,14 +342,14 @@ def _recorder() -> Optional[str]:
 _COMPILED_OPS = {
     name: getattr(native, name) for name in ("act_and_mul", "linear", "gated_linear", "gated_mlp", "mlp", "experts_mlp")
 }
-_plain = native.plain_modules  # None where nothing is compiled
+_plain = native.plain_modules  # None if this build has no compiled ops
 
-# Those that may be called past torch's dispatcher, and whether they are gated.
+# Ops that may be called without torch's dispatcher, and whether they are gated.
 _CALLED_DIRECTLY = {"linear": False, "gated_linear": True, "mlp": False, "gated_mlp": True}
 
 
 def _computed(op: str, given: Operands, activation: int, memory: str = training.KEPT) -> Tensor:
-    """The result of one op of some backend, or of the composed parts where they take less time, or are to be seen."""
+    """Return the result of one op of a backend, or of the composed parts if they are faster or have to be seen."""
     recorded = is_plainly_recorded(op, given)
     is_left = bool(recorded) and training.is_left_to_parts(op, given, activation, memory)
     if recorded is not None and not is_left:
@@ -362,22 +362,22 @@ def _computed(op: str, given: Operands, activation: int, memory: str = training.
 
 
 def is_plainly_recorded(op: str, given: Sequence[Optional[Tensor]]) -> Optional[bool]:
-    """True if autograd follows a call that can be one op by its operands and the global state; None if it cannot.
+    """True if autograd records a call that can be one op, judging by operands and global state; None if it cannot.
 
-    Compiled code (torch-ext/calls/plain_modules.h) asks what ``composition_reason`` and ``recording_reason`` ask of
-    these, in less time.
+    Compiled code (torch-ext/calls/plain_modules.h) checks the same conditions of these as ``composition_reason`` and
+    ``recording_reason``, in less time.
     """
     recorded = None if _plain is None or _is_compiling() else _plain.is_recorded(given)
     if op == "experts_mlp" and recorded is not None and dispatch.select(op, given[0]) is not native:
-        return None  # experts are left to others on some GPUs
+        return None  # some GPUs run experts on another backend
     return recorded
 
 
 def _by_op(op: str, given: Sequence[Optional[Tensor]], *rest: Any, memory: Optional[str] = None) -> Optional[Tensor]:
-    """The result of the compiled op, or with a ``memory`` of that of training; None where it refuses the operands.
+    """Run the compiled op, or with ``memory`` the training op; None if it refuses the operands.
 
-    Nothing checks them: the op does so faster than Python, but says less, so that such a call goes on to be checked and
-    explained.
+    The operands are not checked here: the op does that faster than Python, but reports less, so a refused call falls
+    through to the Python checks, which explain the error.
     """
     try:
         if memory is not None:
@@ -389,7 +389,7 @@ def _by_op(op: str, given: Sequence[Optional[Tensor]], *rest: Any, memory: Optio
 
 
 def autocast(given: Tuple[Optional[Tensor], ...]) -> Tuple[Optional[Tensor], ...]:
-    """The operands as autocast casts them for a product: of floating point, and not float64."""
+    """Return the operands as autocast casts them for a GEMM: only floating point, and not float64."""
     if not autocasts(given[0]):
         return given
     dtype = torch.get_autocast_dtype(given[0].device.type)
@@ -400,24 +400,24 @@ def autocast(given: Tuple[Optional[Tensor], ...]) -> Tuple[Optional[Tensor], ...
 
 
 def _may_be_cached() -> bool:
-    """True if autocast's cache can be used: autograd records the operands, and no mode or transform follows them."""
+    """True if autocast's cache can be used: autograd records the operands, and no mode or transform is active."""
     if _is_compiling() or not training.is_recording() or not torch.is_autocast_cache_enabled():
         return False
     return not training.is_followed() and ambient_reason() is None
 
 
 def _cast_once(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``tensor.to(dtype)``, of a weight by way of autocast's cache: one copy, and one gradient, for all its uses."""
+    """Return ``tensor.to(dtype)``; a weight uses autocast's cache, so all its uses share one copy and one gradient."""
     is_matrix = type(tensor) in PLAIN_TENSORS and tensor.dtype == torch.float32 and tensor.dim() == 2
-    if not (is_matrix and tensor.is_leaf and tensor.requires_grad):  # which is all that the cache takes
+    if not (is_matrix and tensor.is_leaf and tensor.requires_grad):  # the cache accepts nothing else
         return tensor.to(dtype)
-    # The cache has no function that asks it. A product with nothing has its factors cast, and autograd keep them.
+    # No function queries the cache, so run an empty product: its factors are cast, and autograd saves them.
     nothing = torch.empty(tensor.size(1), 0, dtype=dtype, device=tensor.device, requires_grad=True)
     return torch.mm(tensor, nothing).grad_fn._saved_self
 
 
 def product(gate: Tensor, up: Tensor, activation: int) -> Tensor:
-    """``act(gate) * up`` of what torch has computed, by a kernel where that pays."""
+    """Return ``act(gate) * up`` for tensors that torch computed, by a kernel if that pays."""
     is_small = not _is_compiling() and dispatch.is_small_product(gate)
     return (reference.act_and_mul if is_small else _act_and_mul)(gate, up, activation)
 
@@ -451,7 +451,7 @@ def _composed_packed_gated(
 
 
 _CHECKS = {name: getattr(operands, f"check_{name}") for name in ("linear", "gated_linear", "mlp", "gated_mlp")}
-_COMPOSED = {  # by function, and whether gate and up are the halves of one layer
+_COMPOSED = {  # by function, and True if gate and up are the halves of one layer
     ("linear", False): reference.linear,
     ("mlp", False): reference.mlp,
     ("gated_linear", False): _composed_gated_linear,
@@ -475,13 +475,13 @@ def _composed_experts(
     factors = [factor for adapter in adapters if adapter is not None for factor in adapter[:2]]
     all_given = (top_k_index, top_k_weights, *given, *factors)
     plain = _operand_reason(*all_given) is None and _recorder() is None and not _is_mapped()
-    x, *others = autocast(given)  # which knows nothing of products of groups
+    x, *others = autocast(given)  # autocast does not cover grouped GEMMs
     compute = experts.composed if plain else experts.traceable
     return compute(x, top_k_index, top_k_weights, *others, experts.Form(*form), _act_and_mul, adapters)
 
 
 def _is_mapped() -> bool:
-    """True if a call runs under a vmap of torch.func, where no shape may depend on values."""
+    """True if a call runs under torch.func.vmap, where no shape may depend on values."""
     if _is_compiling() or not training.is_transformed():
         return False
     return any(each.key() == _VMAP for each in torch._C._functorch.get_interpreter_stack())
@@ -520,7 +520,7 @@ class _ActAndMul(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
         gate, up = ctx.saved_tensors
         implementation = reference if training.is_gradient_seen(grad) else ctx.implementation
-        if up is None and not (gate.is_contiguous() and grad.is_contiguous()):  # laid as eager lays it
+        if up is None and not (gate.is_contiguous() and grad.is_contiguous()):  # give it eager's strides
             return None, grad * BY_CODE[ctx.activation].function(gate), None, None
         if up is None:
             return None, _computed_act_and_mul(implementation, gate, grad, ctx.activation), None, None

@@ -1,10 +1,10 @@
-"""The experts of a mixture in torch's operations: rows sorted by expert, products of groups of rows, weighted sums.
+"""Experts of a mixture in torch operations: sort rows by expert, grouped GEMMs, weighted sums.
 
-A *slot* is one of the K choices of a token, slot ``t * K + k``. A *row* is a slot after sorting by expert, so that the
-rows of an expert are adjacent: ``offsets[e]`` is where those of expert ``e`` end. Slots whose index names no expert are
-skipped: their rows come last, and nothing is computed for them. Our products leave zeros there, torch's anything.
+A *slot* is one of the K choices of a token: slot ``t * K + k``. A *row* is a slot after sorting by expert, so that the
+rows of an expert are adjacent; those of expert ``e`` end at ``offsets[e]``. Slots whose index names no expert are
+skipped: their rows come last and are not computed. Our GEMMs leave zeros there; torch's leave arbitrary values.
 
-Nothing here depends on data that only the device knows, but for :func:`grouped_mm` where torch has none of its own.
+Nothing here waits for data on the device, except :func:`grouped_mm` if torch has no grouped GEMM for the operands.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ._ops import add_op_namespace_prefix, ops
 from .activations import BY_CODE
 
 Pointwise = Callable[[Tensor, Tensor, int], Tensor]  # act(gate) * up
-Adapters = Tuple[Optional[Any], Optional[Any]]  # of the first product and of the second: an ``Adapter`` of all experts
+Adapters = Tuple[Optional[Any], Optional[Any]]  # of the first and the second GEMM: each an ``Adapter`` of all experts
 NO_ADAPTERS: Adapters = (None, None)
 
 
 class Form(NamedTuple):
-    """The layout of the weights of experts, and what is between them; the compiled ops take these in this order."""
+    """The layout of expert weights and what runs between the two GEMMs, in the argument order of the compiled ops."""
 
     activation: int
     gated: bool
@@ -35,19 +35,19 @@ class Form(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Who goes where. ``skipped`` is [T, K], the others are [T * K], but ``offsets`` [E]."""
+    """The order of rows. ``skipped`` is [T, K], ``offsets`` is [E], the other tensors are [T * K]."""
 
     skipped: Tensor
-    experts: Tensor  # the expert of each row, E where skipped
+    experts: Tensor  # the expert of each row, E if skipped
     slots: Tensor  # the slot of each row
     rows: Tensor  # the row of each slot
     offsets: Tensor
     top_k: int
-    masked: bool  # whether anything may stand in the rows of skipped slots, and has to be masked
+    masked: bool  # whether rows of skipped slots may hold arbitrary values that have to be masked
 
 
 def routing(index: Tensor, experts: int, masked: bool) -> Routing:
-    """Sorts the slots of ``index`` [T, K] by expert, those of an expert by token."""
+    """Sort the slots of ``index`` [T, K] by expert, and those of one expert by token."""
     skipped = (index < 0) | (index >= experts)
     sorted_experts, slots = torch.sort(torch.where(skipped, experts, index).flatten(), stable=True)
     rows = torch.empty_like(slots).scatter_(0, slots, torch.arange(slots.numel(), device=slots.device))
@@ -68,7 +68,7 @@ def composed(
     act_and_mul: Pointwise,
     adapters: Adapters = NO_ADAPTERS,
 ) -> Tensor:
-    """The experts of x [T, D]: torch's products of groups of rows, and the given kernel between them."""
+    """Run the experts on x [T, D] with torch's grouped GEMMs and the given pointwise kernel between them."""
     order = routing(index, gate_up_weight.shape[0], masked=x.is_cuda)
     rows = _TokensToRows.apply(x, *order)
     hidden = _activated(_product(rows, gate_up_weight, gate_up_bias, order, form, adapters[0]), form, act_and_mul)
@@ -88,8 +88,8 @@ def traceable(
     act_and_mul: Pointwise,
     adapters: Adapters = NO_ADAPTERS,
 ) -> Tensor:
-    """The same in operations that have every derivative and may be of any subclass of tensors: every expert computes
-    all the tokens, and what was not asked of it counts for nothing."""
+    """Like :func:`composed`, in operations that support every derivative and any tensor subclass: every expert
+    computes all tokens, and results that no token chose are masked out."""
     wide = torch.promote_types(x.dtype, torch.float32)
     columns = (lambda weight: weight) if form.transposed else (lambda weight: weight.transpose(-2, -1))
     out = x.new_zeros((x.shape[0], columns(down_weight).shape[-1]), dtype=wide)
@@ -146,15 +146,15 @@ def _of_groups(rows: Tensor, weight: Tensor, order: Routing) -> Tensor:
 
 
 def _low_rank(rows: Tensor, adapter: Any, order: Routing) -> Tensor:
-    """The term that an adapter adds to a product.
+    """Return the term that an adapter adds to a GEMM.
 
-    Few rows take the factors of their experts alone, and no others are cast.
+    With fewer rows than experts, only the factors of the chosen experts are gathered and cast.
     """
     a, b, scaling = adapter[:3]
     if rows.shape[0] < a.shape[0]:
         named, of_rows = (order.experts < a.shape[0]).unsqueeze(-1), order.experts.clamp(max=a.shape[0] - 1)
         a, b = (factor.index_select(0, of_rows).to(rows.dtype) for factor in (a, b))
-        # Masked both ways: neither what stands in the rows of skipped slots may reach a factor, nor their gradient.
+        # Mask in both directions: rows of skipped slots must reach neither a factor nor a gradient.
         rows = torch.where(named, rows, 0)
         return torch.where(named, torch.bmm(b, torch.bmm(a, rows.unsqueeze(-1)) * scaling).squeeze(-1), 0)
     a, b = (factor.to(rows.dtype).transpose(1, 2) for factor in (a, b))
@@ -162,10 +162,9 @@ def _low_rank(rows: Tensor, adapter: Any, order: Routing) -> Tensor:
 
 
 def _takes_grouped_mm(rows: Tensor, weight: Tensor) -> bool:
-    """True if torch's grouped product takes the operands, and the gradient of its result, without waiting for the
-    device.
+    """True if torch's grouped GEMM supports the operands, and the gradient of its result, without a host sync.
 
-    On a CPU it is a loop over all experts; ours goes over those with rows alone.
+    On a CPU, torch loops over all experts; our loop visits only experts that have rows.
     """
     if not rows.is_cuda or rows.dtype != torch.bfloat16 or torch.cuda.get_device_capability(rows.device) < (9, 0):
         return False
@@ -180,7 +179,7 @@ def _is_aligned(matrix: Tensor) -> bool:
 
 
 class _TokensToRows(torch.autograd.Function):
-    """x [T, D] to rows [T * K, D]. The gradient of a token is summed in the order of its slots."""
+    """Gather rows [T * K, D] from x [T, D]. A token's gradient is summed in the order of its slots."""
 
     generate_vmap_rule = True
 
@@ -210,7 +209,7 @@ class _TokensToRows(torch.autograd.Function):
 
 
 class _RowsToTokens(torch.autograd.Function):
-    """Rows [T * K, D], times the weights [T, K], summed over the slots of each token in their order, in float32."""
+    """Weight rows [T * K, D] by [T, K] and sum over the slots of each token, in their order, in float32."""
 
     generate_vmap_rule = True
 
@@ -229,8 +228,8 @@ class _RowsToTokens(torch.autograd.Function):
         wide = _wide(values)
         shares = torch.where(skipped, 0, weights.to(wide))
         sums = (_of_slots(values, skipped, rows, masked) * shares.unsqueeze(-1)).sum(1)
-        # If the last thing that a function does is a cast to the dtype that is there, torch 2.11 compiles it without
-        # a gradient.
+        # torch 2.11 compiles a function without a gradient if its last operation casts to the dtype that is already
+        # there.
         return sums if sums.dtype == values.dtype else sums.to(values.dtype)
 
     @staticmethod
@@ -246,7 +245,7 @@ class _RowsToTokens(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             shares = torch.where(skipped, 0, weights.to(wide)).flatten()
             of_rows = grad.index_select(0, slots // top_k) * shares.index_select(0, slots).unsqueeze(-1)
-            if ctx.masked:  # or a gradient of this takes what stands in the rows of skipped slots times 0
+            if ctx.masked:  # or a second derivative would multiply what the skipped rows hold by 0
                 of_rows = torch.where(skipped.flatten().index_select(0, slots).unsqueeze(-1), 0, of_rows)
             values_grad = of_rows.to(values.dtype)
         if ctx.needs_input_grad[1]:
@@ -256,7 +255,7 @@ class _RowsToTokens(torch.autograd.Function):
 
 
 class _PlusBias(torch.autograd.Function):
-    """Rows, plus the bias [E, N] of the expert of each."""
+    """Add to each row the bias, from [E, N], of its expert."""
 
     generate_vmap_rule = True
 
@@ -273,7 +272,7 @@ class _PlusBias(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
         (offsets,) = ctx.saved_tensors
-        ones = grad.new_ones((grad.shape[0], 8))  # 16 bytes a row, as torch's grouped product wants them
+        ones = grad.new_ones((grad.shape[0], 8))  # 16 bytes a row, as torch's grouped GEMM requires
         if _takes_grouped_mm(ones, grad):
             sums = F.grouped_mm(ones.t(), grad, offs=offsets)
         else:
@@ -282,7 +281,7 @@ class _PlusBias(torch.autograd.Function):
 
 
 def _of_slots(of_rows: Tensor, skipped: Tensor, rows: Tensor, masked: bool) -> Tensor:
-    """[T * K, D] in the order of rows as [T, K, D] in the order of slots, zero where skipped."""
+    """Reorder [T * K, D] from row order into [T, K, D] in slot order, zero where skipped."""
     of_slots = of_rows.index_select(0, rows).reshape(*skipped.shape, of_rows.shape[1])
     return torch.where(skipped.unsqueeze(-1), 0, of_slots) if masked else of_slots
 
@@ -291,12 +290,12 @@ def _wide(values: Tensor) -> torch.dtype:
     return torch.promote_types(values.dtype, torch.float32)
 
 
-# Products of groups of rows, one group after the other: for every dtype, device and stride. On a GPU the host has to
-# wait for the offsets.
+# Grouped GEMMs, one group after the other, for every dtype, device and stride. On a GPU the host has to wait for the
+# offsets.
 
 
 def _grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """[S, N] of rows [S, K] and weight [E, K, N]; zero past the last group."""
+    """Multiply rows [S, K] by weight [E, K, N] into [S, N]; rows past the last group are zero."""
     out = rows.new_empty((rows.shape[0], weight.shape[2]))
     begin = 0
     for expert, end in enumerate(offsets.tolist()):
@@ -308,17 +307,17 @@ def _grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _grouped_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """[E, M, N] of a [S, M] and b [S, N]: a transposed, times b, for every group."""
+    """Multiply a [S, M], transposed, by b [S, N] for every group, into [E, M, N]."""
     out = a.new_empty((offsets.shape[0], a.shape[1], b.shape[1]))
     begin = 0
     for expert, end in enumerate(offsets.tolist()):
-        torch.mm(a[begin:end].t(), b[begin:end], out=out[expert])  # zero where there are no rows
+        torch.mm(a[begin:end].t(), b[begin:end], out=out[expert])  # zero if there are no rows
         begin = end
     return out
 
 
 def _mm_of_each(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """``_grouped_mm`` in operations that a transform of ``torch.func`` maps over any of the factors."""
+    """``_grouped_mm`` in operations that ``torch.func`` can map over any of the factors."""
     ends = offsets.tolist()
     products = [rows[begin:end] @ weight[expert] for expert, (begin, end) in enumerate(zip([0, *ends], ends))]
     return F.pad(torch.cat(products), (0, 0, 0, rows.shape[0] - ends[-1]))
@@ -374,7 +373,7 @@ class _GroupedMm(_OfGroups):
             rows_grad = grouped_mm(grad, weight.transpose(1, 2), offsets)
         if ctx.needs_input_grad[1] and weight.stride(2) == 1:
             weight_grad = grouped_outer(rows, grad, offsets)
-        elif ctx.needs_input_grad[1]:  # in the order in which the weight lies
+        elif ctx.needs_input_grad[1]:  # in the memory order of the weight
             weight_grad = grouped_outer(grad, rows, offsets).transpose(1, 2)
         return rows_grad, weight_grad, None
 

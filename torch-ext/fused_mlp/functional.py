@@ -1,8 +1,9 @@
-"""The public functions.
+"""Public functions.
 
-Every function takes float32, float16 or bfloat16 operands of one dtype and device (others run in plain PyTorch), any
-leading dimensions, any strides. Each raises TypeError or ValueError for operands that do not fit (``operands``), which
-is a RuntimeError too, as PyTorch's own. What becomes of NaN, infinities and overflow: ``activations``.
+Every function takes operands of one dtype (float32, float16 or bfloat16; other dtypes run in plain PyTorch) and one
+device, with any leading dimensions and any strides. Each raises TypeError or ValueError for invalid operands (see
+``operands``); both are also a RuntimeError, as PyTorch's own errors are. ``activations`` specifies how NaN, infinities
+and overflow propagate.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from .quantized.weights import AnyWeight
 
 
 def act_and_mul(gate: Tensor, up: Tensor, activation: Optional[str] = "gelu_pytorch_tanh") -> Tensor:
-    """``act(gate) * up``, elementwise: the pointwise part of a gated MLP in one kernel.
+    """Return ``act(gate) * up``, elementwise: the pointwise part of a gated MLP in one kernel.
 
     Args:
         gate: ``[...]``, the branch that the activation applies to.
-        up: the same shape, dtype and device as ``gate``.
+        up: a tensor with the shape, dtype and device of ``gate``.
         activation: a name of ``transformers.activations.ACT2FN`` that the package knows, or None for the identity.
 
     Returns:
-        A tensor of the shape and dtype of ``gate``, with the strides of ``act(gate) * up`` in PyTorch: of operands that
-        are dense in some order of their dimensions (transposed, channels_last), it is dense in the same order.
+        A tensor with the shape and dtype of ``gate`` and the strides that ``act(gate) * up`` has in PyTorch. If both
+        operands are dense in the same permuted order (transposed, channels_last), so is the result.
 
     Source: Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202.
     """
@@ -40,19 +41,19 @@ def act_and_mul(gate: Tensor, up: Tensor, activation: Optional[str] = "gelu_pyto
 
 
 def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
-    """``gelu(gate) * up``: :func:`act_and_mul` with GELU, ``approximate`` as in :func:`torch.nn.functional.gelu`."""
+    """Return ``gelu(gate) * up``; ``approximate`` is that of :func:`torch.nn.functional.gelu`."""
     return act_and_mul(gate, up, gelu_name(approximate))
 
 
 def gelu_name(approximate: str) -> str:
-    """The name of GELU as ``torch.nn.functional.gelu`` has it for ``approximate``; ValueError for what it has not."""
+    """Return our name of ``gelu(approximate=approximate)``; ValueError unless it is "tanh" or "none"."""
     if approximate not in ("tanh", "none"):
         raise ValueError(f"approximate must be 'tanh' or 'none', got {approximate!r}")
     return "gelu_pytorch_tanh" if approximate == "tanh" else "gelu"
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up``: :func:`act_and_mul` with SiLU."""
+    """Return ``silu(gate) * up``: :func:`act_and_mul` with SiLU."""
     return act_and_mul(gate, up, "silu")
 
 
@@ -64,14 +65,14 @@ def linear(
     *,
     adapter: Optional[Adapter] = None,
 ) -> Tensor:
-    """``act(x weight^T + bias)``.
+    """Return ``act(x weight^T + bias)``.
 
     Args:
         x: ``[..., in]``.
         weight: ``[out, in]``, as in ``torch.nn.Linear``; or a :class:`QuantizedWeight`.
         bias: ``[out]`` or None.
         activation: see :func:`act_and_mul`.
-        adapter: what is added before the activation, a low-rank product of x: see :class:`Adapter`.
+        adapter: a low-rank product of x, added before the activation; see :class:`Adapter`.
 
     Returns:
         ``[..., out]``.
@@ -96,17 +97,17 @@ def gated_linear(
     gate_adapter: Optional[Adapter] = None,
     up_adapter: Optional[Adapter] = None,
 ) -> Tensor:
-    """``act(x gate_weight^T + gate_bias) * (x up_weight^T + up_bias)``: the first half of a gated MLP.
+    """Return ``act(x gate_weight^T + gate_bias) * (x up_weight^T + up_bias)``, the first half of a gated MLP.
 
     Args:
         x: ``[..., in]``.
-        gate_weight, up_weight: ``[hidden, in]`` each, as in ``torch.nn.Linear``; two tensors, or two views of a packed
-            one. Each may be a :class:`QuantizedWeight`.
+        gate_weight, up_weight: ``[hidden, in]`` each, as in ``torch.nn.Linear``; two tensors, or two views of one
+            packed tensor. Each may be a :class:`QuantizedWeight`.
         gate_bias, up_bias: ``[hidden]`` or None.
         activation: see :func:`act_and_mul`.
-        memory: what is kept for the backward: ``"activations"``, the values of gate and up before the activation, or
-            ``"recompute"``, nothing but the operands, from which the backward makes them again. Without autograd
-            nothing is kept.
+        memory: what autograd saves for the backward. ``"activations"`` saves gate and up before the activation;
+            ``"recompute"`` saves only the operands, and the backward recomputes gate and up. Without autograd, nothing
+            is saved.
         gate_adapter, up_adapter: see :class:`Adapter`.
 
     Returns:
@@ -138,7 +139,7 @@ def gated_mlp(
     up_adapter: Optional[Adapter] = None,
     down_adapter: Optional[Adapter] = None,
 ) -> Tensor:
-    """The whole gated MLP: ``gated_linear(x, ...) down_weight^T + down_bias``.
+    """Return the whole gated MLP: ``gated_linear(x, ...) down_weight^T + down_bias``.
 
     Args:
         x: ``[..., in]``.
@@ -182,7 +183,7 @@ def mlp(
     fc1_adapter: Optional[Adapter] = None,
     fc2_adapter: Optional[Adapter] = None,
 ) -> Tensor:
-    """The whole plain MLP: ``act(x fc1_weight^T + fc1_bias) fc2_weight^T + fc2_bias``.
+    """Return the whole plain MLP: ``act(x fc1_weight^T + fc1_bias) fc2_weight^T + fc2_bias``.
 
     Args:
         x: ``[..., in]``.
@@ -226,30 +227,31 @@ def experts_mlp(
     gate_up_adapter: Optional[Adapter] = None,
     down_adapter: Optional[Adapter] = None,
 ) -> Tensor:
-    """The experts of a mixture: of every token, the weighted sum of the MLPs that a router has chosen for it.
+    """Return the experts layer of a mixture: for each token, the weighted sum of the MLPs that its router chose.
 
-    The terms of the sum are added in the order of ``top_k_index``, in float32: the same bits on every run.
+    The terms are added in the order of ``top_k_index``, in float32, so every run gives the same bits.
 
     Args:
         x: ``[..., in]``, the tokens.
-        top_k_index: ``[..., k]``, integers: the experts of each token. What names no expert, negative or past the last
-            one, is skipped: it adds nothing, and its weight is not read. With expert parallelism, those are of others.
-        top_k_weights: ``[..., k]``, of any floating dtype: what each expert's result is multiplied by.
-        gate_up_weight: ``[experts, 2 * hidden, in]``, gates and ups; ``[experts, hidden, in]`` where not ``gated``.
-        down_weight: ``[experts, out, hidden]``. Either may be a :class:`QuantizedStack`, of which kernels read the
-            codes, or which is decoded first. Biases may be of float32 then.
+        top_k_index: ``[..., k]``, integers: the experts of each token. An index that is negative or past the last
+            expert is skipped: it adds nothing and no weight is read. Under expert parallelism, such experts are on
+            other ranks.
+        top_k_weights: ``[..., k]``, any floating dtype: the factor applied to each expert's result.
+        gate_up_weight: ``[experts, 2 * hidden, in]``, gate and up; ``[experts, hidden, in]`` if not ``gated``.
+        down_weight: ``[experts, out, hidden]``. Either weight may be a :class:`QuantizedStack`; kernels read its codes,
+            or it is decoded first. Biases may then be float32.
         gate_up_bias: ``[experts, 2 * hidden]``, or ``[experts, hidden]``, or None.
         down_bias: ``[experts, out]`` or None.
         activation: see :func:`act_and_mul`.
-        gated: whether an expert is ``act(gate) * up`` between its products, or ``act`` alone.
-        interleaved: whether gates and ups alternate in ``gate_up_weight`` and its bias; else the gates come first.
-        transposed: whether both weights are stored as ``[experts, in, out]``.
-        limit: what gates may be at most, and ups in magnitude, before the activation; None for no bounds.
-        up_offset: what is added to the ups after that. The gate of gpt-oss is that of the activation
+        interleaved: True if gate and up features alternate in ``gate_up_weight`` and its bias; False if gates come
+            first.
+        transposed: True if both weights are stored as ``[experts, in, out]``.
+        limit: upper bound of gate, and bound of the magnitude of up, before the activation; None for no bound.
+        up_offset: constant added to up after clamping. The gate of gpt-oss is that of the activation
             ``x * sigmoid(1.702 x)``, with ``limit=7.0`` and ``up_offset=1.0``.
-        gate_up_adapter, down_adapter: LoRA beside the weights, or None: an :class:`Adapter` each, of all experts, with
-            ``a`` ``[experts, rank, in]`` and ``b`` ``[experts, out, rank]`` however the weights are stored. The
-            features of ``b`` have the order of the weight's. Nothing of a weight's size is made of them.
+        gate_up_adapter, down_adapter: LoRA for the two weights, or None. Each :class:`Adapter` covers all experts:
+            ``a`` is ``[experts, rank, in]`` and ``b`` ``[experts, out, rank]``, however the weights are stored. The
+            features of ``b`` are in the order of the weight's. No tensor of a weight's size is materialised for them.
 
     Returns:
         ``[..., out]``, in the dtype of ``x``.

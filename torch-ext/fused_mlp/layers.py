@@ -1,10 +1,10 @@
-"""Layers for ``kernels.kernelize``: pure modules whose forward takes the place of an existing class's.
+"""Layers for ``kernels.kernelize``: stateless modules whose forward replaces that of an existing class.
 
-They own no weights: ``self`` is the adopted module, and each reads that module's own projections and activation.
+They own no weights: ``self`` is the adopted module, and each forward reads its projections and activation.
 
-The ``...Layout`` companions are the same modules standing alone, built from a model's config. transformers puts them in
-place of the MLPs of a model where a ``KernelConfig`` says so, and loads the checkpoint into them. Each has the forward
-of its layer, so that it computes the same where nobody kernelizes it.
+The ``...Layout`` classes are standalone versions with weights, built from a model's config. If a ``KernelConfig`` asks
+for them, transformers puts them in place of a model's MLPs and loads the checkpoint into them. Each shares the forward
+of its layer, so it computes the same when it is not kernelized.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class _Layer(nn.Module):
 
 
 class GatedMLP(_Layer):
-    """``down_proj(act_fn(gate_proj(x)) * up_proj(x))``: the MLP of Llama, Gemma, Qwen, Mistral and their kin.
+    """``down_proj(act_fn(gate_proj(x)) * up_proj(x))``: the MLP of Llama, Gemma, Qwen, Mistral and similar models.
 
-    x ``[..., in]`` -> ``[..., out]``. An ``act_fn`` that the package does not know is called as it is.
+    x ``[..., in]`` -> ``[..., out]``. An ``act_fn`` that the package does not know is called unchanged.
     """
 
     gate_proj: nn.Module
@@ -50,7 +50,7 @@ class GatedMLP(_Layer):
 
 
 class GeGLUMLP(_Layer):
-    """:class:`GatedMLP` whose activation is tanh-GELU where the adopted module has no ``act_fn`` to say otherwise."""
+    """:class:`GatedMLP` that defaults to tanh-GELU if the adopted module has no ``act_fn``."""
 
     gate_proj: nn.Module
     up_proj: nn.Module
@@ -61,7 +61,7 @@ class GeGLUMLP(_Layer):
 
 
 class SwiGLUMLP(_Layer):
-    """:class:`GatedMLP` whose activation is SiLU where the adopted module has no ``act_fn`` to say otherwise."""
+    """:class:`GatedMLP` that defaults to SiLU if the adopted module has no ``act_fn``."""
 
     gate_proj: nn.Module
     up_proj: nn.Module
@@ -86,9 +86,9 @@ class PackedGatedMLP(_Layer):
 
 
 class MLP(_Layer):
-    """``fc2(activation_fn(fc1(x)))``: the MLP of CLIP, SigLIP, Whisper-like encoders and their kin.
+    """``fc2(activation_fn(fc1(x)))``: the MLP of CLIP, SigLIP, Whisper-like encoders and similar models.
 
-    hidden_states ``[..., in]`` -> ``[..., out]``. Other spellings of the parts: ``fuse_mlps``.
+    hidden_states ``[..., in]`` -> ``[..., out]``. ``fuse_mlps`` handles other attribute names.
     """
 
     fc1: nn.Module
@@ -100,7 +100,7 @@ class MLP(_Layer):
 
 
 class Intermediate(_Layer):
-    """``intermediate_act_fn(dense(x))``: the first half of the MLP of BERT, RoBERTa, ViT and their kin.
+    """``intermediate_act_fn(dense(x))``: the first half of the MLP of BERT, RoBERTa, ViT and similar models.
 
     hidden_states ``[..., in]`` -> ``[..., hidden]``.
     """
@@ -114,11 +114,11 @@ class Intermediate(_Layer):
 
 class Output(_Layer):
     """``LayerNorm(dropout(dense(hidden_states)) + input_tensor)``: the second half of the MLP of BERT, RoBERTa and
-    their kin, and the end of their attention.
+    similar models, and the output of their attention.
 
-    hidden_states ``[..., in]``, input_tensor ``[..., out]`` -> ``[..., out]``, where possible in one call: a GEMM, and
-    a kernel for the sum and the norm. All parts are called as they are where a part is hooked, or dropout is active
-    on a CPU or where autograd does not follow.
+    hidden_states ``[..., in]``, input_tensor ``[..., out]`` -> ``[..., out]``. Runs as one call if possible: a GEMM,
+    and a kernel for the residual sum and the norm. The original modules are called if one of them has hooks, or if
+    dropout is active on a CPU or without autograd.
     """
 
     dense: nn.Module
@@ -127,7 +127,7 @@ class Output(_Layer):
 
     def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
         try:
-            if not shortcut.is_traced():  # the compiler makes one kernel of what is behind the GEMM
+            if not shortcut.is_traced():  # the compiler fuses everything after the GEMM into one kernel
                 found = shortcut.ending(_OUTPUT, self, hidden_states, input_tensor)
                 if found is not None:
                     return found
@@ -137,10 +137,10 @@ class Output(_Layer):
 
 
 class MegaBlocksMoeMLP(_Layer):
-    """``experts(x, *router(x))``: the mixture of gpt-oss, by the name that transformers maps for it.
+    """``experts(x, *router(x))``: the mixture of gpt-oss, under the name that transformers maps for it.
 
-    hidden_states ``[..., in]`` -> ``[..., in]``, and the weights ``[tokens, k]`` that the router gave. Experts that are
-    not understood, or must not be read, are called as they are.
+    hidden_states ``[..., in]`` -> ``[..., in]``, and the weights ``[tokens, k]`` that the router returned. Experts that
+    are not recognised, or whose weights must not be read, are called unchanged.
     """
 
     router: nn.Module
@@ -157,10 +157,10 @@ class MegaBlocksMoeMLP(_Layer):
 
 
 class RMSNorm(_Layer):
-    """``weight * (x * rsqrt(mean(x ** 2) + eps))``: the norm of Llama, Qwen, Mistral and their kin.
+    """``weight * (x * rsqrt(mean(x ** 2) + eps))``: the norm of Llama, Qwen, Mistral and similar models.
 
-    hidden_states ``[..., features]`` -> ``[..., features]``. The code of the adopted module's own class is read; where
-    it computes no such norm, it runs.
+    hidden_states ``[..., features]`` -> ``[..., features]``. The source of the adopted module's class is analysed; if
+    it does not compute this norm, the class's own forward runs.
     """
 
     weight: torch.Tensor
@@ -247,11 +247,11 @@ class SiLU(_Layer):
 
 
 class GatedMLPLayout(nn.Module):
-    """A :class:`GatedMLP` that stands alone, from a config with ``hidden_size``, ``intermediate_size`` and the name of
-    an activation: ``hidden_activation`` or ``hidden_act``.
+    """Standalone :class:`GatedMLP`, built from a config with ``hidden_size``, ``intermediate_size`` and the name of an
+    activation: ``hidden_activation`` or ``hidden_act``.
 
-    ``mlp_bias`` of the config, where there is one, says whether the projections have biases. Raises ValueError for an
-    activation that the package does not know, or where the config names none.
+    The config's ``mlp_bias``, if present, says whether the projections have biases. Raises ValueError if the config
+    names no activation, or one that the package does not know.
     """
 
     default_activation: Optional[str] = None
@@ -268,7 +268,7 @@ class GatedMLPLayout(nn.Module):
 
 
 class GeGLUMLPLayout(GatedMLPLayout):
-    """A :class:`GatedMLPLayout` whose activation is tanh-GELU where the config names none."""
+    """:class:`GatedMLPLayout` that defaults to tanh-GELU if the config names no activation."""
 
     default_activation = "gelu_pytorch_tanh"
 
@@ -276,7 +276,7 @@ class GeGLUMLPLayout(GatedMLPLayout):
 
 
 class SwiGLUMLPLayout(GatedMLPLayout):
-    """A :class:`GatedMLPLayout` whose activation is SiLU where the config names none."""
+    """:class:`GatedMLPLayout` that defaults to SiLU if the config names no activation."""
 
     default_activation = "silu"
 
@@ -284,9 +284,9 @@ class SwiGLUMLPLayout(GatedMLPLayout):
 
 
 class PackedGatedMLPLayout(nn.Module):
-    """A :class:`PackedGatedMLP` that stands alone, from a config as :class:`GatedMLPLayout` takes it.
+    """Standalone :class:`PackedGatedMLP`, built from the same config as :class:`GatedMLPLayout`.
 
-    In place of an MLP with ``gate_proj`` and ``up_proj`` it loads that one's checkpoints, both weights into one.
+    In place of an MLP with ``gate_proj`` and ``up_proj`` it loads that MLP's checkpoints, packing the two weights.
     """
 
     conversion_mapping = PackedWeights()
@@ -302,7 +302,7 @@ class PackedGatedMLPLayout(nn.Module):
 
 
 class MLPLayout(nn.Module):
-    """An :class:`MLP` that stands alone, with biases, from a config as :class:`GatedMLPLayout` takes it."""
+    """Standalone :class:`MLP` with biases, built from the same config as :class:`GatedMLPLayout`."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -314,10 +314,10 @@ class MLPLayout(nn.Module):
 
 
 def _fused(module: nn.Module, x: torch.Tensor, plan: plans.Plan, default: Optional[str] = None) -> torch.Tensor:
-    """The fused call of a module's parts; with the activation of that name where the module has none."""
+    """Run the module's parts as one fused call; ``default`` names the activation if the module has none."""
     operands: Tuple[Any, ...] = ()
     try:
-        # A child is found in less time than an attribute of a module.
+        # Looking up a child module is faster than reading an attribute of a module.
         if default is not None and module._modules.get(plan.act) is None and getattr(module, plan.act, None) is None:
             plan, operands = _GATED_WITHOUT_ACT, (get_activation(default).function,)
         found = shortcut.fused(plan, module, x, operands)
@@ -333,7 +333,7 @@ def _fused(module: nn.Module, x: torch.Tensor, plan: plans.Plan, default: Option
 
 
 def _alone(module: nn.Module, error: AttributeError) -> AttributeError:
-    """The error for a part that a module has not: a layer of this file has none at all."""
+    """Return the error for a missing part; a class of this file that was never adopted gets an explanation."""
     name = type(module).__name__
     if type(module).__module__ != __name__ or name not in __all__:
         return error

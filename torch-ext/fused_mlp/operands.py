@@ -1,8 +1,8 @@
 """Checks of the functions' operands.
 
-A check raises :class:`OperandTypeError` for an operand that is no tensor, is not of a floating dtype or differs in
-dtype from the first, and :class:`OperandValueError` for a shape or a device that does not fit; the message names the
-argument, what came and what is needed.
+A check raises :class:`OperandTypeError` for an operand that is not a tensor, does not have a floating dtype, or differs
+from the first operand in dtype. It raises :class:`OperandValueError` for a wrong shape or device. The message names the
+argument, the value it got and the value it needs.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import Tensor
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
-# Codes of norms (torch-ext/ops/norm.h): those that subtract the mean, and those whose weight is stored less 1.
+# Codes of norms (torch-ext/ops/norm.h): those that subtract the mean, and those that store their weight minus 1.
 CENTRED_NORMS, NORMS_OF_ONE_MORE = (1, 5), (3, 5)
 
 _INDEX_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 class OperandTypeError(TypeError, RuntimeError):
-    """A TypeError that is a RuntimeError too, which is what PyTorch raises for many such operands."""
+    """A TypeError that is also a RuntimeError, which PyTorch raises for many such operands."""
 
 
 class OperandValueError(ValueError, RuntimeError):
-    """A ValueError that is a RuntimeError too, which is what PyTorch raises for such operands."""
+    """A ValueError that is also a RuntimeError, which PyTorch raises for such operands."""
 
 
 def check_act_and_mul(gate: Tensor, up: Tensor) -> None:
@@ -168,13 +168,13 @@ def autocasts(x: Tensor) -> bool:
         return torch.is_autocast_enabled("cuda")
     if x.is_cpu:
         return torch.is_autocast_enabled("cpu")
-    return not x.is_meta and torch.is_autocast_enabled(x.device.type)  # which raises for meta
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)  # raises for meta
 
 
 def is_narrowed(x: Tensor) -> bool:
     """True if torch multiplies tensors of the dtype and device of ``x`` in bfloat16, as it may for float32 on a CPU.
 
-    On a GPU all products of float32 are torch's own.
+    On a GPU, float32 GEMMs are always torch's own.
     """
     return x.is_cpu and x.dtype == torch.float32 and narrows_float32()
 
@@ -187,11 +187,11 @@ def narrows_float32() -> bool:
 NARROWED = "products of float32 that torch computes in bfloat16, as it is set to"
 
 _precision = torch._C._get_fp32_precision_getter
-narrows_float32._dynamo_marked_constant = True  # as torch.compiler.assume_constant_result has it, at Dynamo's import
+narrows_float32._dynamo_marked_constant = True  # as torch.compiler.assume_constant_result would, which imports Dynamo
 
 
 def halves(both: Optional[Tensor], up_first: bool) -> Tuple[Optional[Tensor], Optional[Tensor]]:
-    """The gate's and the up's half of a weight or bias that holds both; ``both`` has an even number of rows."""
+    """Return the gate half and the up half of a packed weight or bias, which must have an even number of rows."""
     first, second = (None, None) if both is None else both.chunk(2)
     return (second, first) if up_first else (first, second)
 
@@ -218,9 +218,9 @@ def _check_input(x: Tensor) -> None:
 
 
 def check_like(x: Tensor, name: str, tensor: Tensor, may_be_wide: bool = False) -> None:
-    """Raises OperandTypeError or OperandValueError for an operand that has not the device and the dtype of x.
+    """Raise OperandTypeError or OperandValueError unless ``tensor`` has the device and dtype of ``x``.
 
-    ``may_be_wide``: it may be of float32 too.
+    If ``may_be_wide``, float32 is accepted too.
     """
     _check_tensor(name, tensor)
     if tensor.device != x.device:

@@ -1,4 +1,4 @@
-"""The public API of a version, on which users may rely, compared with a snapshot in this folder."""
+"""Compares the public API of a version, which users may rely on, with a snapshot in this folder."""
 
 import ast
 import difflib

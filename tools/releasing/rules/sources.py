@@ -1,5 +1,5 @@
-"""The Hub's rules for the Python that ships: it runs on Python 3.9, imports the package's own modules relatively, and
-otherwise imports only the standard library, torch and, for the Triton kernels, triton."""
+"""The Hub's rules for shipped Python: it runs on Python 3.9, imports its own modules relatively, and imports only the
+standard library, torch and, for the Triton kernels, triton."""
 
 import ast
 import re

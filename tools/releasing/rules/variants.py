@@ -1,4 +1,4 @@
-"""The Hub's rules for a built variant, which is read with the functions that `kernels` uses."""
+"""The Hub's rules for a built variant, which is read back with the functions of `kernels`."""
 
 from collections.abc import Iterator
 from pathlib import Path

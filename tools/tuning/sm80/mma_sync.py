@@ -1,6 +1,6 @@
-"""Constants of the time model of the sm_80 GEMMs for the GPUs of a capability, measured on one of them: a row of
-cuda/sm80/plan/tuned.def. Every kernel and torch's GEMM are timed on a few products. Our constants make the model exact
-for the product where our kernel reached the least; torch's constants, for the product where torch reached the most.
+"""Constants of the sm_80 GEMMs' time model for the GPUs of a capability, measured on one of them: a row of
+cuda/sm80/plan/tuned.def. Every kernel and torch's GEMM are timed on a few products. A constant of ours makes the model
+exact for the product where our kernel reached least; a constant of torch's, where torch reached most.
 """
 
 import ctypes

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Prints the predictions of the sm_80 GEMMs' time model for GPUs that nobody has measured, as the table of
-cuda/sm80/README.md; or with --explain, the output of `explain` for gated layers there. Needs no GPU and uses none.
+"""Prints the predictions of the sm_80 GEMMs' model for GPUs that were not measured, as the table of
+cuda/sm80/README.md; with --explain, what `explain` reports there for gated layers. No GPU is needed or used.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Choices of the sm_80 GEMMs' time model for GPUs that are not present: the package's own C++, through ctypes."""
+"""Choices of the sm_80 GEMMs' model on GPUs that are not present: the package's own C++ code, through ctypes."""
 
 import ctypes
 import subprocess

@@ -1,15 +1,16 @@
-"""Ways to compute the operations of the package.
+"""Implementations of the package's operations.
 
-Every backend is a module with the same functions over operands that ``functional`` has checked, the activation given
-by its code, and ``refusal(op, x)``: why it does not take a call on ``x``, or None if it does. No backend knows another.
+Every backend is a module with the same functions. Their operands were checked by ``functional``, and the activation is
+given by its code. ``refusal(op, x)`` returns why the backend does not take a call on ``x``, or None if it does.
+Backends do not depend on each other.
 
-``native`` is the one of the compiled ops. A build that has none, for ``rocm`` and ``xpu``, has ``uncompiled`` there.
+``native`` holds the compiled ops. A build without any, for ``rocm`` and ``xpu``, uses ``uncompiled`` in its place.
 """
 
 import json
 from pathlib import Path
 
-# The builder's own record of this build.
+# The builder's record of this build.
 _METADATA = json.loads(Path(__file__).parent.with_name("metadata.json").read_text())
 BUILT_FOR, VERSION = _METADATA["backend"], str(_METADATA["version"])
 

@@ -1,7 +1,7 @@
-"""The results of the compiled ops without values, for torch.compile, export and whatever else traces shapes.
+"""Fake implementations of the compiled ops, for torch.compile, export and other shape tracing.
 
-The operands of an op are those of its schema (``torch-ext/torch_binding.cpp``). A function here names those that it
-needs.
+The operands of an op are those of its schema (``torch-ext/torch_binding.cpp``). A function here lists only those it
+needs, by name.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from .. import operands
 from .._ops import add_op_namespace_prefix, ops
 from . import strides
 
-Made = Callable[..., Any]  # the result, of operands by their names
+Made = Callable[..., Any]  # returns the result, given operands by name
 
 
 def register() -> None:
-    """Registers the results of all ops whose results are tensors."""
+    """Register fakes for all ops that return tensors."""
     for name, (made, check) in _RESULTS.items():
         register_result(name, made, check)
 
 
 def register_result(name: str, made: Made, check: Optional[Callable[..., None]] = None) -> None:
-    """Registers the result of an op: ``made`` is given the operands that it names, ``check`` those that it names."""
+    """Register the fake of an op; ``made`` and ``check`` are each called with the operands that they name."""
     schema = getattr(ops, name).default._schema
     take_made, take_check = (_operands_of(function, schema) for function in (made, check))
 
@@ -40,7 +40,7 @@ def register_result(name: str, made: Made, check: Optional[Callable[..., None]] 
 
 
 def _operands_of(function: Optional[Callable[..., Any]], schema: Any) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Takes the operands that a function names from all of an op."""
+    """Return a selector of the operands that ``function`` names, from all operands of an op."""
     places = {argument.name: place for place, argument in enumerate(schema.arguments)}
     wanted = [] if function is None else [places[name] for name in inspect.signature(function).parameters]
     return itemgetter(*wanted) if len(wanted) > 1 else lambda given: [given[place] for place in wanted]
@@ -57,7 +57,7 @@ def of_experts(x: Tensor, down_weight: Tensor, transposed: bool) -> Tensor:
 def _experts_training(
     x: Tensor, top_k_index: Tensor, gate_up_weight: Tensor, down_weight: Tensor, transposed: bool, keeps_sorted: bool
 ) -> List[Tensor]:
-    """The result, and what is kept of rows sorted into blocks of 128 of one expert, as many as there can be."""
+    """Return the result and the saved rows, sorted into as many 128-row blocks of one expert as there can be."""
     slots = top_k_index.shape[0] * top_k_index.shape[1]
     blocks = (slots + torch.sym_min(gate_up_weight.shape[0], slots) * 127) // 128
     width = gate_up_weight.shape[2 if transposed else 1]
@@ -216,7 +216,7 @@ def _rotary(q: Tensor, k: Tensor) -> Tuple[Tensor, Tensor]:
     return tuple([like(x if x.stride(-1) == 1 else x.contiguous()) for x in (q, k)])
 
 
-_RESULTS = {  # and what checks the operands
+_RESULTS = {  # and the check of the operands
     "act_and_mul": (strides.new_product, operands.check_act_and_mul),
     "act_and_mul_backward": (strides.new_gradients, None),
     "mm": (lambda a, b: a.new_empty((a.shape[0], b.shape[1])), None),

@@ -1,4 +1,4 @@
-"""The floating-point operations of the ops, for ``torch.utils.flop_counter``: those of their products, as it counts."""
+"""FLOP formulas of the ops for ``torch.utils.flop_counter``, which counts only GEMMs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Shape = Optional[Sequence[int]]
 
 
 def _of_layers(x: Sequence[int], *weights: _Shape) -> int:
-    """``x`` [..., in], and every row of it times weights [out, in], the second of which takes what the first gives."""
+    """Count ``x`` [..., in] times weights [out, in], of which the second layer takes the result of the first."""
     return 2 * prod(x[:-1]) * sum(prod(weight) for weight in weights if weight is not None)
 
 
@@ -45,13 +45,13 @@ def _of_training_backward(
     **_: Any,
 ) -> int:
     of_x, of_weight, of_up, of_second, *of_biases = (bool(needs >> place & 1) for place in range(6))
-    is_before = of_x or of_weight or of_up or any(of_biases)  # a gradient from before the activation
-    # An operand that no gradient needs is not there: its shape is told by the others.
+    is_before = of_x or of_weight or of_up or any(of_biases)  # a gradient that passes through the activation
+    # Operands that no gradient needs are missing; the others tell their shapes.
     hidden = next(shape[-1] for shape in (gate, up, weight and weight[:1], grad) if shape is not None)
     first = (hidden, x[-1]) if weight is None and x is not None else weight
     second = (grad[-1], hidden if up_first is None else hidden // 2)
     computed = (
-        (gate is None and up is None and (is_before or of_second), (weight, up_weight)),  # the first layer, once more
+        (gate is None and up is None and (is_before or of_second), (weight, up_weight)),  # recompute the first layer
         (is_before, (second_weight,)),
         (of_x, (weight, up_weight)),
         (of_weight, (first,)),
@@ -74,7 +74,7 @@ def _of_projections_backward(
 def _of_experts(
     x: Sequence[int], index: Sequence[int], shares: Any, first: Sequence[int], second: Sequence[int], *_: Any, **__: Any
 ) -> int:
-    """Every choice of a token, those too that are skipped: which ones, no shape tells."""
+    """Count every choice of a token, including skipped ones, which no shape reveals."""
     return _of_layers((*index, 1), first[1:], second[1:])
 
 
@@ -90,7 +90,7 @@ def _of_experts_backward(
     **_: Any,
 ) -> int:
     needs = others[-1]
-    of_hidden = None if needs >> 11 & 1 else second  # another call has computed it
+    of_hidden = None if needs >> 11 & 1 else second  # another call computed it
     computed = of_hidden, first if needs & 1 else None, first if needs & 4 else None, second if needs & 8 else None
     return _of_layers((*index, 1), *(weight and weight[1:] for weight in computed))
 
@@ -133,7 +133,7 @@ _FORMULAS = {
 
 
 def register() -> None:
-    """Tells the counter of those that this build has, which are there by now."""
+    """Register the formulas of the ops that this build has; the ops must exist by now."""
     for name, formula in _FORMULAS.items():
         if hasattr(ops, name):
             register_flop_formula(getattr(ops, name))(formula)

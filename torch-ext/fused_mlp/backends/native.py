@@ -1,4 +1,4 @@
-"""The compiled ops of this build: CUDA C++ in a ``cuda`` variant, C++ in a ``cpu`` one."""
+"""The compiled ops of this build: CUDA C++ in a ``cuda`` variant, C++ in a ``cpu`` variant."""
 
 from __future__ import annotations
 
@@ -53,29 +53,29 @@ quantized_decode = ops.quantized_decode.default
 quantized_linear = ops.quantized_linear.default
 quantized_mlp = ops.quantized_mlp.default
 
-# The extension as a Python module: what it asks of torch's modules (torch-ext/calls/plain_modules.h).
+# The extension as a Python module, with the checks it makes on torch modules (torch-ext/calls/plain_modules.h).
 plain_modules = getattr(_ops, ops.name)
 
 
 def refusal(op: str, x: Tensor) -> Optional[str]:
-    """The reason why no compiled op takes a call on ``x``: its device, its dtype, or a GPU without code."""
+    """Return why no compiled op takes a call on ``x``: its device, its dtype, or a GPU the build has no code for."""
     if not (x.is_cuda if DEVICE_TYPE == "cuda" else x.is_cpu):  # several times as fast as comparing x.device.type
         return f"this build holds {DEVICE_TYPE} kernels and x is on {x.device.type}"
     if x.dtype not in _DTYPES:
         return f"no {DEVICE_TYPE} kernel for {x.dtype}"
     if DEVICE_TYPE == "cpu":
         return operands.NARROWED if op != "act_and_mul" and operands.is_narrowed(x) else None
-    # Dynamo looks through a cache, and warns of it.
+    # Dynamo traces through a cached function and warns about it.
     return (_gpu_refusal if torch.compiler.is_compiling() else _cached_gpu_refusal)(x.get_device())
 
 
 def reads(weight: Tensor) -> bool:
-    """True if a kernel of this build reads a weight as it lies: those for GPUs want rows of adjacent elements."""
+    """True if a kernel of this build reads a weight without a copy; GPU kernels need rows of adjacent elements."""
     return DEVICE_TYPE == "cpu" or weight.stride(1) == 1 or weight.shape[1] == 1
 
 
 def reads_codes_on_tiles() -> bool:
-    """True if this CPU has tiles, on which quantised weights are multiplied as they lie."""
+    """True if this CPU has tiles on which quantised weights are multiplied without decoding them first."""
     if DEVICE_TYPE != "cpu":
         return False
     x, weight = torch.empty(64, 32, dtype=torch.bfloat16), torch.empty(32, 32, dtype=torch.int8)
@@ -84,12 +84,12 @@ def reads_codes_on_tiles() -> bool:
 
 
 def is_hopper(x: Tensor) -> bool:
-    """True if ``x`` is on a Hopper GPU, where kernels of experts were measured, and take adapters."""
+    """True if ``x`` is on a Hopper GPU, where the expert kernels were measured and support adapters."""
     return _capability_of(x) == (9, 0)
 
 
 def has_experts(x: Tensor) -> bool:
-    """True if ``x`` is on a GPU that the kernels of experts are for, as cuda/sm80/gemm.cpp says."""
+    """True if ``x`` is on a GPU that the expert kernels support, as in cuda/sm80/gemm.cpp."""
     major, minor = _capability_of(x)
     return major in (8, 12) or (major, minor) == (9, 0)
 
@@ -100,8 +100,8 @@ def _capability_of(x: Tensor) -> Tuple[int, int]:
 
 
 class ExpertsCall(NamedTuple):
-    """The operands of ``experts_mlp`` that decide how it is computed, or where it is ``trained`` its ops forward and
-    backward."""
+    """The operands of ``experts_mlp`` that decide how it is computed, or, if ``trained``, how its forward and backward
+    ops are."""
 
     x: Tensor
     top_k_index: Tensor
@@ -117,10 +117,11 @@ class ExpertsCall(NamedTuple):
 
 
 def experts_refusal(call: ExpertsCall) -> Optional[str]:
-    """The code in ``plans.REFUSALS`` of why ``experts_mlp`` refuses operands of which :func:`refusal` says nothing.
+    """Return the code in ``plans.REFUSALS`` of why ``experts_mlp`` refuses operands that :func:`refusal` accepts.
 
-    It would raise an error, as cuda/experts/experts.cpp says and has to be known of the tensors that are traced too, or
-    take longer than its parts: for the kernels of the GPU's architecture to decide, but where a call is compiled.
+    Either the op would raise, as in cuda/experts/experts.cpp (repeated here because it has to be known for traced
+    tensors too), or it would be slower than its parts. The kernels of the GPU's architecture decide the latter, unless
+    the call is compiled.
     """
     x, top_k_index, gate_up_weight, down_weight, interleaved, transposed, trained = call
     if DEVICE_TYPE == "cpu":
@@ -151,29 +152,29 @@ def experts_refusal(call: ExpertsCall) -> Optional[str]:
         if experts * rows >= _MOST_ROWS:
             return "too_large"
     transposed_alone = transposed and not trained
-    if torch.compiler.is_compiling():  # a graph runs no Python, and is for any number of rows
+    if torch.compiler.is_compiling():  # a graph runs no Python and serves any number of rows
         is_left = transposed_alone and is_hopper(x) and has_many_rows(top_k_index, gate_up_weight)
         return "many_rows" if is_left else None
-    if is_hopper(x) and not transposed_alone:  # whose kernels are faster for any number of rows
+    if is_hopper(x) and not transposed_alone:  # Hopper's kernels are faster for any number of rows
         return None
     return json.loads(call.record())[0].get("refusal")
 
 
-# As in cuda/experts/experts.cpp and cuda/gemm/grouped.h.
+# These match cuda/experts/experts.cpp and cuda/gemm/grouped.h.
 _MOST_SLOTS, _MOST_EXPERTS = 2**24, 512
 _MOST_ROWS = 2**31 - 1 - 1024
-# Rows of an expert, on average, as in cuda/sm90/grouped/grouped.cpp.
+# Average number of rows per expert, as in cuda/sm90/grouped/grouped.cpp.
 _MOST_TRANSPOSED_ROWS = 32
 
 
 def has_many_rows(top_k_index: Tensor, gate_up_weight: Tensor) -> bool:
-    """True if a Hopper GPU leaves transposed weights to torch's products."""
+    """True if a Hopper GPU leaves transposed weights to torch's GEMMs."""
     most = _MOST_TRANSPOSED_ROWS * (gate_up_weight.shape[0] if gate_up_weight.dim() == 3 else 0)
     return DEVICE_TYPE == "cuda" and top_k_index.numel() > most
 
 
 def chooses_experts(x: Tensor) -> bool:
-    """True if a model of the GPU decides between ``experts_mlp`` and its parts, which has to be asked first."""
+    """True if a time model of the GPU, which has to be queried first, decides between ``experts_mlp`` and its parts."""
     return DEVICE_TYPE == "cuda" and not is_hopper(x)
 
 
@@ -196,7 +197,7 @@ _cached_gpu_refusal = functools.cache(_gpu_refusal)
 
 
 def takes_every_gpu() -> bool:
-    """True if the ops run on all GPUs of this process."""
+    """True if the ops run on all GPUs visible to this process."""
     return all(_cached_gpu_refusal(index) is None for index in range(torch.cuda.device_count()))
 
 
@@ -204,19 +205,19 @@ _cached_capability = functools.cache(torch.cuda.get_device_capability)
 
 
 def plan(layers: Sequence[str], x: Tensor, *rest: Any) -> Tuple[plans.Part, ...]:
-    """Plan how the compiled ops compute a call, by its named layers; the arguments are those of the op ``plan``."""
+    """Return the plan by which the compiled ops compute a call, per named layer; arguments as for the op ``plan``."""
     return plans.parsed(ops.plan.default(x, *rest), layers)
 
 
 def least_recorded(dtype: torch.dtype) -> int:
-    """The number of hidden values from which on a CPU trains by an op in less time than by its parts."""
+    """Return the least number of hidden values at which an op trains faster than its parts on a CPU."""
     return ops.least_recorded.default(torch.empty(0, dtype=dtype))
 
 
 def plan_training(given: Sequence[Optional[Tensor]], activation: int, keep: bool) -> Tuple[plans.Part, ...]:
-    """The same for the products of ``training_forward`` and its backward.
+    """Return the plan for the GEMMs of ``training_forward`` and its backward.
 
-    On a GPU those that a pointwise step goes with, on a CPU those that are not torch's.
+    On a GPU it covers the GEMMs that a pointwise step accompanies; on a CPU, those that are not torch's.
     """
     _, _, up_weight, second_weight, *_ = given
     first = "gate and up" if up_weight is not None else "linear" if second_weight is None else "fc1"
@@ -230,7 +231,7 @@ def plan_training(given: Sequence[Optional[Tensor]], activation: int, keep: bool
 
 
 def plan_experts(call: ExpertsCall) -> Tuple[plans.Part, ...]:
-    """The same for ``experts_mlp``, and for the ops that it is where it is ``trained``."""
+    """Return the plan for ``experts_mlp``, or for its training ops if ``call.trained``."""
     layers, refused = ("gate and up", "down"), experts_refusal(call)
     if refused is not None:
         return tuple(plans.Part(layer, "torch", refused) for layer in layers)
@@ -238,12 +239,12 @@ def plan_experts(call: ExpertsCall) -> Tuple[plans.Part, ...]:
 
 
 def plan_quantized_experts(x: Tensor, *rest: Any) -> Tuple[plans.Part, ...]:
-    """The same for ``quantized_experts``; the arguments are those of the op ``plan_quantized_experts``."""
+    """Return the plan for ``quantized_experts``; arguments as for the op ``plan_quantized_experts``."""
     return plans.parsed(ops.plan_quantized_experts.default(x, *rest), ("gate and up", "down"))
 
 
 def plan_quantized(layers: Sequence[str], x: Tensor, *rest: Any) -> Tuple[plans.Part, ...]:
-    """The same for layers whose weights are quantised; the arguments are those of the op ``plan_quantized``."""
+    """Return the plan for layers with quantised weights; arguments as for the op ``plan_quantized``."""
     return plans.parsed(ops.plan_quantized.default(x, *rest), layers)
 
 

@@ -1,4 +1,4 @@
-"""The compiled ops' record of how they would compute a call, and the words for it."""
+"""The plans by which the compiled ops compute a call, and their descriptions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Dict, Optional, Sequence, Tuple
 
-# By the codes of plan.h: why a layer is left to torch's GEMM.
+# Why a layer is left to torch's GEMM, by the codes of plan.h.
 REFUSALS: Dict[str, str] = {
     "gpu": "no fused GEMM for this GPU",
     "instruction_set": "this CPU has no AMX, or FUSED_MLP_CPU_ISA caps it",
@@ -38,16 +38,16 @@ _TORCH = {None: "torch's GEMM", "epilogue": "torch's GEMM with the activation in
 
 @dataclass(frozen=True)
 class Part:
-    """The way in which one layer of a call is computed.
+    """How one layer of a call is computed.
 
-    ``implementation`` is "sm90", "sm80", "amx", "avx512_bf16", "avx512" or "avx2", where one kernel does the GEMM and
-    all that follows it, or "torch", where torch's GEMM does the product. Of a layer whose weight is quantised it is
-    "quantized", where a kernel reads that as it lies, or "decoded", where a tensor is made of it first. Of this and
-    torch's ``refusal`` is the reason, a key of :data:`REFUSALS`, and ``pointwise`` says where activation and gate are
-    applied: None (there are none), "epilogue" (torch's own), "cuda", or the instruction set of the CPU's pointwise
-    kernels. The other fields name a fused GPU kernel as cuda/gemm/problem.h does; on a CPU ``kernel`` is "matmul" for
-    products by themselves, and for quantised weights the instruction set. ``basis`` is "model" where it was chosen by a
-    model of the GPU's times, not by measured ones.
+    ``implementation`` is "sm90", "sm80", "amx", "avx512_bf16", "avx512" or "avx2" if one kernel runs the GEMM and its
+    epilogue, or "torch" if torch runs the GEMM. For a layer with a quantised weight it is "quantized" if a kernel reads
+    the weight packed, or "decoded" if it is decoded to a tensor first. For "decoded" and "torch", ``refusal`` is the
+    reason, a key of :data:`REFUSALS`, and ``pointwise`` says where activation and gate are applied: None (there are
+    none), "epilogue" (torch's own), "cuda", or the instruction set of the CPU's pointwise kernels. The other fields
+    describe a fused GPU kernel as cuda/gemm/problem.h does; on a CPU, ``kernel`` is "matmul" for standalone GEMMs, and
+    for quantised weights the instruction set. ``basis`` is "model" if a model of the GPU's times chose the kernel,
+    rather than measured times.
     """
 
     layer: str
@@ -110,10 +110,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Kept:
-    """The values that a call keeps for its backward beside its operands: their names, and their bytes.
+    """The values that a call saves for its backward besides its operands: their names and bytes.
 
-    ``gemms`` says of a CUDA call how those products are computed that a pointwise step goes with, and on a CPU which
-    ones are ours. torch's GEMMs compute the others, on a CPU with pointwise kernels between them.
+    ``gemms`` describes, for a CUDA call, the GEMMs that a pointwise step accompanies, and for a CPU call, the GEMMs
+    that this package runs. torch runs the others, on a CPU with pointwise kernels between them.
     """
 
     names: Tuple[str, ...]
@@ -129,7 +129,7 @@ class Kept:
 
 
 def parsed(record: str, layers: Sequence[str]) -> Tuple[Part, ...]:
-    """The parts of a call, named in the order of its layers."""
+    """Parse a record into the parts of a call, named in the order of its layers."""
     return tuple(Part(layer, **values) for layer, values in zip(layers, json.loads(record)))
 
 

@@ -1,4 +1,4 @@
-"""The operations as a model written in PyTorch runs them: right for every dtype, device and tensor subclass."""
+"""The operations as a model written in PyTorch runs them: correct for every dtype, device and tensor subclass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..operands import CENTRED_NORMS, NORMS_OF_ONE_MORE
 
 
 def refusal(op: str, x: Tensor) -> Optional[str]:
-    """Never refuses."""
+    """Return None: this backend never refuses."""
     return None
 
 
@@ -24,7 +24,7 @@ def act_and_mul(gate: Tensor, up: Tensor, activation: int) -> Tensor:
 
 def act_and_mul_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: int) -> Tuple[Tensor, Tensor]:
     row = BY_CODE[activation]
-    wide = torch.promote_types(gate.dtype, torch.float32)  # one rounding, at the end
+    wide = torch.promote_types(gate.dtype, torch.float32)  # round once, at the end
     grad, gate, up, dtype = grad.to(wide), gate.to(wide), up.to(wide), gate.dtype
     return (grad * up * row.derivative(gate)).to(dtype), (grad * row.function(gate)).to(dtype)
 
@@ -68,7 +68,7 @@ def packed_gated(
     up_first: bool,
     product: Callable[[Tensor, Tensor, int], Tensor] = act_and_mul,
 ) -> Tensor:
-    """As one product, which is faster than two, and whose gradient is not put together from those of its halves."""
+    """Run gate and up as one GEMM: faster than two, and no gradient has to be concatenated from its halves."""
     first, second = F.linear(x, weight, bias).chunk(2, dim=-1)
     hidden = product(*((second, first) if up_first else (first, second)), activation)
     return hidden if second_weight is None else F.linear(hidden, second_weight, second_bias)
@@ -100,9 +100,10 @@ def experts_mlp(
 
 
 def norm(x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, code: int, rounded: bool) -> Tensor:
-    """A norm over the last dimension, of a code of the ops (torch-ext/ops/norm.h), as modules spell it out.
+    """Return a norm over the last dimension, given its code in the ops (torch-ext/ops/norm.h), as modules write it.
 
-    All is computed in float32 and cast to the dtype of ``x``; ``rounded``: what is normed is, before the weight.
+    It computes in float32 and casts the result to the dtype of ``x``. If ``rounded``, the normalised values are also
+    cast before they are multiplied by the weight.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if code in CENTRED_NORMS:
@@ -117,14 +118,15 @@ def norm(x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
     return normed.to(x.dtype)
 
 
-_ZERO_BITS = 31  # of a scale of int4
+_ZERO_BITS = 31  # bits of an int4 scale that hold the zero point
 
 
 def _decoded_tiles(data: Tensor, scales: Tensor, out: int, width: int, group: int) -> Tensor:
-    """Int4 in the tiles of tensor cores, as a float32 tensor ``[out, width]``."""
+    """Decode int4 from tensor-core tiles to a float32 tensor ``[out, width]``."""
     rows, columns = data.shape[0] * 8, data.shape[1] * 128
     codes = torch.stack([data >> 4 * place & 15 for place in range(8)], dim=-1)
-    # The dimensions become row, tile of columns, word, place in it, lane of the row, and one of two adjacent columns.
+    # Permute to row (tile, row in it), then column: tile, word, place in the word, lane, and which of two adjacent
+    # columns.
     codes = codes.view(-1, data.shape[1], 8, 4, 4, 2, 4).permute(0, 2, 1, 4, 6, 3, 5).reshape(rows, columns)
     scale, zero = scales.double().permute(2, 1, 0).repeat_interleave(group, 2)
     return ((codes - 8) * scale + zero)[:out, :width].float()
@@ -133,7 +135,7 @@ def _decoded_tiles(data: Tensor, scales: Tensor, out: int, width: int, group: in
 def quantized_decode(
     weight: Sequence[Optional[Tensor]], layout: Sequence[int], offset: float, dtype: torch.dtype
 ) -> Tensor:
-    """A quantised weight, ``[out, in]``, given the operands of the compiled op (torch-ext/ops/quantized.h)."""
+    """Decode a quantised weight to ``[out, in]``, given the operands of the compiled op (torch-ext/ops/quantized.h)."""
     data, scales, code, nested_scales, nested_code = weight
     out, width, block_rows, block, nested_block = layout
     if data.dtype is torch.int32:

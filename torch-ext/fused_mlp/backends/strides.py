@@ -1,6 +1,6 @@
-"""The strides that PyTorch gives to ``act(gate) * up`` and its gradients; ``elementwise.h`` has the same rules.
+"""The strides that PyTorch gives to ``act(gate) * up`` and its gradients; ``elementwise.h`` implements the same rules.
 
-They are those of its TensorIterator for operands of one shape. Strides and sizes may be symbolic.
+The rules are those of TensorIterator for operands of one shape. Strides and sizes may be symbolic.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _CHANNELS_LAST = (1, 3, 2, 0)
 
 
 def new_product(gate: Tensor, up: Tensor, activation: int) -> Tensor:
-    """An uninitialised tensor for ``act(gate) * up``."""
-    if gate.is_contiguous() and up.is_contiguous():  # which can be told of sizes that depend on data, too
+    """Return an uninitialised tensor for ``act(gate) * up``."""
+    if gate.is_contiguous() and up.is_contiguous():  # also decidable for data-dependent sizes
         return gate.new_empty(gate.shape)
     return gate.new_empty_strided(gate.shape, of_product(gate, up, activation))
 
 
 def new_gradients(grad: Tensor, gate: Tensor, up: Tensor, activation: int) -> Tuple[Tensor, Tensor]:
-    """Uninitialised tensors for the gradients of gate and up."""
+    """Return uninitialised tensors for the gradients of gate and up."""
     if grad.is_contiguous() and gate.is_contiguous() and up.is_contiguous():
         return gate.new_empty(gate.shape), up.new_empty(up.shape)
     of_gate, of_up = of_gradients(grad, gate, up, activation)
@@ -32,13 +32,13 @@ def new_gradients(grad: Tensor, gate: Tensor, up: Tensor, activation: int) -> Tu
 
 
 def of_product(gate: Tensor, up: Tensor, activation: int) -> Strides:
-    """The strides of ``act(gate) * up``."""
+    """Return the strides of ``act(gate) * up``."""
     rules = _Rules(gate.shape)
     return rules.binary(rules.activated(BY_CODE[activation].name, gate.stride()), up.stride())
 
 
 def of_gradients(grad: Tensor, gate: Tensor, up: Tensor, activation: int) -> Tuple[Strides, Strides]:
-    """The strides of the gradients of gate and up, as autograd computes them."""
+    """Return the strides of the gradients of gate and up, as autograd would compute them."""
     rules, name = _Rules(gate.shape), BY_CODE[activation].name
     value = rules.activated(name, gate.stride())
     of_value, of_up = rules.binary(grad.stride(), up.stride()), rules.binary(grad.stride(), value)
@@ -55,10 +55,10 @@ def of_gradients(grad: Tensor, gate: Tensor, up: Tensor, activation: int) -> Tup
 
 
 def is_by_column(x: Tensor, is_always_matrix: bool) -> bool:
-    """Return whether the gradient of an input of F.linear lies column by column, rather than row by row.
+    """True if F.linear's gradient of an input is column-major rather than row-major.
 
-    It does for an x that, as a matrix, lies so without gaps. F.linear makes a matrix of more dimensions if their
-    strides say that it can, those of size 1 included, and always where the weight needs a gradient.
+    It is if x, viewed as a matrix, is column-major without gaps. F.linear folds more dimensions into a matrix if their
+    strides, including those of dimensions of size 1, allow it, and always if the weight needs a gradient.
     """
     if x.dim() < 2 or (x.dim() > 2 and x.shape[:-1].numel() <= 1):
         return False
@@ -68,7 +68,7 @@ def is_by_column(x: Tensor, is_always_matrix: bool) -> bool:
 
 
 def by_column(sizes: Sequence[int]) -> Strides:
-    """The strides of a tensor whose last dimension is its slowest, and which has no gaps."""
+    """Return the strides of a tensor without gaps whose last dimension is the slowest."""
     strides, rows = [], 1
     for size in reversed(sizes[:-1]):
         strides.append(rows)
@@ -77,7 +77,7 @@ def by_column(sizes: Sequence[int]) -> Strides:
 
 
 class _Rules:
-    """The strides of results, from those of operands that all have the given sizes."""
+    """Derives the strides of results from those of operands that all have the given sizes."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = sizes
@@ -112,7 +112,7 @@ class _Rules:
         return self._dense(self._sorted(operands))
 
     def _lies_as(self, x: Strides, order: Sequence[int]) -> bool:
-        """True if the elements follow each other without gaps, the first dimension of ``order`` fastest."""
+        """True if the elements are dense, with the first dimension of ``order`` fastest."""
         if any(size == 0 for size in self.sizes):
             return True
         expected = 1
@@ -131,10 +131,10 @@ class _Rules:
         return tuple(strides)
 
     def _sorted(self, operands: Sequence[Strides]) -> List[int]:
-        """The dimensions, fastest first. The first operand that tells two dimensions apart decides on them.
+        """Return the dimensions, fastest first; the first operand that distinguishes two dimensions orders them.
 
-        This is an insertion sort, as in PyTorch, since the comparison may leave two dimensions undecided that it tells
-        from a third.
+        Like PyTorch, this uses an insertion sort, because the comparison may leave two dimensions undecided although
+        both compare differently with a third.
         """
         order = list(self.row_major)
         for i in range(1, len(order)):

@@ -1,4 +1,4 @@
-"""In the place of ``native`` where a build holds no compiled ops: the same names, and it takes no call."""
+"""Stand-in for ``native`` in a build without compiled ops: it has the same names and refuses every call."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ plain_modules = None
 
 
 def refusal(op: str, x: Tensor) -> Optional[str]:
-    """Always refuses."""
+    """Return the reason: this backend always refuses."""
     return "this build holds no compiled ops"
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
-    """The ops of ``native``, which other modules bind when they are imported, and never call where it refuses."""
+    """Stand in for the ops of ``native``, which other modules bind at import and never call after a refusal."""
     if name.startswith("__"):
         raise AttributeError(name)
     return _absent

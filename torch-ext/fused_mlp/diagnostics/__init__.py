@@ -1,1 +1,1 @@
-"""Answers before trust: :func:`check` of a machine, :func:`benchmark` of a model."""
+"""Diagnostics: :func:`check` reports on a machine, :func:`benchmark` on a model."""

@@ -1,4 +1,4 @@
-"""``benchmark``: a model of the user's, fused against not, on the user's own inputs."""
+"""``benchmark``: times a user's model with and without fusion, on the user's inputs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _ORIGINAL, _FUSED = "original", "fused"
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of one call of a model: the median over the turns in milliseconds, and the spread of their middle half,
-    in units of the median. ``peak_bytes`` is the most memory of the GPU that a call allocates beside what it finds;
+    """The time of one call of a model: the median in milliseconds, and the interquartile range over the turns in units
+    of the median. ``peak_bytes`` is the most GPU memory that a call allocates on top of what is already allocated;
     None on a CPU."""
 
     milliseconds: float
@@ -34,13 +34,13 @@ class Timing:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The outcome of :func:`benchmark`: prints as a table.
+    """The outcome of :func:`benchmark`; prints as a table.
 
-    ``speedup`` is the original's time over the fused model's in the same turn, at the median, and ``spread`` that of
-    the middle half of these ratios: what slows down both for a while is in neither. ``verdict`` is "faster", "even"
-    (within 2%), "slower", or "too noisy to tell", where ``spread`` is above 15%. ``largest_difference`` is that of an
-    element of the two outputs, ``largest_value`` the largest magnitude in the original's. ``fusion`` is the report of
-    :func:`fuse_mlps`.
+    ``speedup`` is the median ratio of the original's time to the fused model's in the same turn, and ``spread`` the
+    interquartile range of these ratios; a slowdown that affects both models cancels out. ``verdict`` is "faster",
+    "even" (within 2%), "slower", or "too noisy to tell" if ``spread`` is above 15%. ``largest_difference`` is the
+    largest elementwise difference of the two outputs, ``largest_value`` the largest magnitude in the original's.
+    ``fusion`` is the report of :func:`fuse_mlps`.
     """
 
     model: str
@@ -58,7 +58,7 @@ class Comparison:
         return "\n".join([*self._head(), *lines(self._rows()), *self._conclusions()])
 
     def _repr_html_(self) -> str:
-        """The same for notebooks."""
+        """Return the table as HTML, for notebooks."""
         rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in self._rows())
         table = "".join(f"<tr>{row}</tr>" for row in rows)
         return f"<p>{_in_html(self._head())}</p><table>{table}</table><p>{_in_html(self._conclusions())}</p>"
@@ -87,23 +87,23 @@ class Comparison:
 
 
 def benchmark(model: nn.Module, inputs: Any, *, seconds: float = 10.0) -> Comparison:
-    """Time a model as it is and with its MLPs fused, in turns, and compare what both compute.
+    """Time a model unfused and with its MLPs fused, in interleaved turns, and compare the two outputs.
 
-    The model runs in inference, without gradients, in whatever way it was prepared: on its device, in its dtype, under
-    ``torch.compile`` or not. Afterwards it is as it was, also where a call raises: fused where it was fused, and only
-    there. Nothing is copied.
+    The model runs in inference, without gradients, as it was prepared: on its device, in its dtype, with or without
+    ``torch.compile``. Afterwards its state is restored, even if a call raises: modules that were fused before are
+    fused, and no others. Nothing is copied.
 
     Args:
         model: a module in eval mode.
-        inputs: what one call takes: a tensor; a tuple of positional arguments; or a mapping of keyword arguments, such
-            as a tokenizer returns.
-        seconds: about how long the turns take together.
+        inputs: the inputs of one call: a tensor, a tuple of positional arguments, or a mapping of keyword arguments
+            such as a tokenizer returns.
+        seconds: approximate total time of all turns.
 
     Returns:
-        The times with their spread, on a GPU the memory, and the largest difference. Prints as a table.
+        The times with their spread, the memory on a GPU, and the largest difference. Prints as a table.
 
     Raises:
-        TypeError: ``model`` is not a module, ``inputs`` none of these, or the output holds no tensor.
+        TypeError: ``model`` is not a module, ``inputs`` has another type, or the output holds no tensor.
         ValueError: ``model`` is in training mode, nothing in it can be fused here, or ``seconds`` is not positive.
     """
     call = _call_of(model, inputs)
@@ -144,7 +144,7 @@ def _states(modules: List[nn.Module]) -> List[Dict[str, Any]]:
 
 
 def _hold(modules: List[nn.Module], states: List[Dict[str, Any]]) -> None:
-    """Gives modules the methods that they had: always the same, as compiled code is compiled anew for others."""
+    """Restore the methods of modules, as the same objects every time: new ones would make compiled code recompile."""
     with switching.lock:
         for module, state in zip(modules, states):
             switching.put_back(module, state)
@@ -155,12 +155,12 @@ def _compared(
 ) -> Comparison:
     def prepare(name: str) -> None:
         hold(name)
-        call()  # the first call after a switch looks at the modules anew
+        call()  # the first call after a switch inspects the modules again
 
     outputs, peaks, iterations = {}, {}, {}
     for name in (_ORIGINAL, _FUSED):
         prepare(name)
-        # A captured graph writes the next result over this one.
+        # A captured graph overwrites its result in the next call.
         outputs[name] = [tensor.clone() for tensor in _tensors(call())]
         iterations[name] = timing.iterations_within(call, seconds * 1e6 / (2 * _ROUNDS), least=1)
         peaks[name] = _peak_bytes(call, outputs[name])
@@ -177,7 +177,7 @@ def _compared(
     return Comparison(
         model=f"{type(model).__name__}, {str(dtype).replace('torch.', '')}, in inference",
         machine=f"{machine.gpu() if on_gpu else machine.cpu()}, PyTorch {torch.__version__}",
-        fusion=FusionReport(fusion.modules),  # whose restore would undo what the model came with
+        fusion=FusionReport(fusion.modules),  # without restore, which would undo the state that the model came with
         original=times[_ORIGINAL],
         fused=times[_FUSED],
         speedup=1 / ratio,
@@ -189,7 +189,7 @@ def _compared(
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """The floating-point tensors in what a model returns: itself, or in the containers that libraries return."""
+    """Yield the floating-point tensors in a model's output: a tensor, or a container such as libraries return."""
     if isinstance(output, Tensor):
         yield from [output] if output.is_floating_point() else []
     elif isinstance(output, Mapping):
@@ -204,7 +204,7 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 def _largest_difference(one: Tensor, other: Tensor) -> float:
     wide = torch.promote_types(one.dtype, torch.float32)
-    return _largest((one.to(wide) - other.to(wide)).masked_fill_(one == other, 0))  # where infinities are alike
+    return _largest((one.to(wide) - other.to(wide)).masked_fill_(one == other, 0))  # equal infinities give 0
 
 
 def _largest(tensor: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""``check``: what the package does on this machine, asked of the parts of it that decide."""
+"""``check``: reports how the package runs on this machine, according to the code that makes these decisions."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ _EXPERTS, _TOP_K, _EXPERT_HIDDEN = 8, 2, 512
 
 @dataclass(frozen=True)
 class Check:
-    """The outcome of :func:`check`: prints as a table.
+    """The outcome of :func:`check`; prints as a table.
 
-    ``products`` says by product and dtype for how many rows the package computes which part of it; ``kernels`` names
-    the instruction sets of a CPU, or the architectures of a GPU, that the chosen kernels are for; ``advice`` is what to
-    try.
+    ``products`` maps each product and dtype to the parts that the package computes, by number of rows. ``kernels``
+    names the CPU instruction sets or GPU architectures of the chosen kernels. ``advice`` lists things to try.
     """
 
     variant: str
@@ -48,7 +47,7 @@ class Check:
         return "\n".join([*self._head(), "", _CAPTION, "", *table, "", "To try:", *advice])
 
     def _repr_html_(self) -> str:
-        """The same for notebooks."""
+        """Return the table as HTML, for notebooks."""
         rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in self._rows())
         table = "".join(f"<tr>{row}</tr>" for row in rows)
         head = "<br>".join(map(escape, self._head()))
@@ -74,10 +73,10 @@ _CAPTION = f"""Which part is this package's, by the number of rows ({_WIDTH} fea
 
 
 def check() -> Check:
-    """Ask what the package does on this machine: which products its kernels compute, for which dtypes and rows.
+    """Report what the package does on this machine: which products its kernels compute, for which dtypes and rows.
 
-    The answers are those that calls get, on empty operands of one width and 1, 2, 4 and up to 4,096 rows. Nothing is
-    computed, and nothing timed: :func:`benchmark` does that, on a model. Prints as a table.
+    The answers are those that real calls get, on empty operands of one width with 1, 2, 4 and up to 4,096 rows. Nothing
+    is computed or timed; :func:`benchmark` times a model. Prints as a table.
     """
     device = _device()
     products: Dict[str, Dict[str, str]] = {}
@@ -101,14 +100,14 @@ def check() -> Check:
 
 
 def _device() -> str:
-    """The type of the device that models of this process would be on, as far as this build has kernels for it."""
+    """Return the type of device that models of this process would use, among those this build has kernels for."""
     if native.DEVICE_TYPE != "cpu" and torch.cuda.is_available():
         return "cuda"
     return "xpu" if native.DEVICE_TYPE is None and torch.xpu.is_available() else "cpu"
 
 
 def _asked(rows: int, dtype: torch.dtype, device: str) -> Dict[str, Tuple[str, Sequence[plans.Part]]]:
-    """The kind of each product of a fused model with so many rows, and the parts by which it is known."""
+    """Return the kind of each product of a fused model with ``rows`` rows, and the parts that determine it."""
 
     def empty(*shape: int, trained: bool = False) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device, requires_grad=trained)
@@ -127,7 +126,7 @@ def _asked(rows: int, dtype: torch.dtype, device: str) -> Dict[str, Tuple[str, S
         "act(gate) * up": explain(functional.act_and_mul, hidden, hidden),
     }
     asked = {name: _kind_and_parts(found) for name, found in explanations.items()}
-    # A fused model leaves to torch what saves too little, as the functions do not.
+    # Unlike the functions, a fused model leaves to torch any call that saves too little.
     gelu = get_activation("gelu").code
     is_left = {
         f"{name}, trained": rows < training.least_rows(op, op == "gated_mlp", gelu, gate, training.KEPT)
@@ -142,13 +141,13 @@ def _kind_and_parts(found: Explanation) -> Tuple[str, Sequence[plans.Part]]:
     parts = found.parts[0].gemms if trained else found.parts
     if any(part.fused for part in parts):
         return "GEMM", parts
-    # A product of two tensors has no parts, and between the products of a backward there are pointwise kernels anyway.
+    # A product of two tensors has no parts, and a backward has pointwise kernels between its GEMMs in any case.
     is_op = trained or not parts or any(part.pointwise not in (None, "epilogue") for part in parts)
     return "pointwise" if is_op and found.implementation != "torch" else "torch", parts
 
 
 def _in_words(kinds: Sequence[str]) -> str:
-    """The kind by number of rows, in words: "torch to 8, GEMM above"."""
+    """Describe the kinds by number of rows, such as "torch to 8, GEMM above"."""
     ends = [(kind, rows) for kind, rows, after in zip(kinds, _ROWS, [*kinds[1:], ""]) if after != kind]
     words = [f"{kind} to {rows}" for kind, rows in ends[:-1]]
     return ", ".join([*words, ends[-1][0] + (" above" if words else "")])

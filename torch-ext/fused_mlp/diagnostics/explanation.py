@@ -1,4 +1,4 @@
-"""``explain``: which implementation a call or a module takes, and why."""
+"""``explain``: reports which implementation a call or a module uses, and why."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from ..quantized import weights as quantized
 
 @dataclass(frozen=True)
 class Explanation:
-    """``implementation`` is a backend's name ("cuda", "triton", "cpu", "torch"), for a module "fused", "partly fused"
-    or "original"; ``reason`` says why, in words.
+    """``implementation`` is the name of a backend ("cuda", "triton", "cpu", "torch"); for a module it is "fused",
+    "partly fused" or "original". ``reason`` says why, in words.
 
-    ``parts`` is the same as data. For a call that the compiled ops take: how each of its layers is computed, or where
-    autograd follows, what is kept for the backward. For a module: what became of each MLP in it, as :func:`fuse_mlps`
+    ``parts`` is the same as data. For a call that the compiled ops run, it says how each layer is computed, or under
+    autograd, what is saved for the backward. For a module, it gives the outcome of each MLP in it, as :func:`fuse_mlps`
     reports it.
     """
 
@@ -46,14 +46,14 @@ class Explanation:
 
 
 def explain(target: Union[Callable[..., Tensor], nn.Module], *args: Any, **kwargs: Any) -> Explanation:
-    """Say which implementation a call or a module would take, and why. Nothing is computed.
+    """Report which implementation a call or a module would use, and why. Nothing is computed.
 
     Args:
-        target: a public function of this package, followed by the arguments of the call; or a module, alone.
+        target: a public function of this package, followed by the arguments of the call; or a module and nothing else.
 
     Raises:
         TypeError: ``target`` is neither, or the arguments are not those of the function.
-        ValueError, TypeError: what the call would raise, for arguments that do not fit.
+        ValueError, TypeError: whatever the call would raise for invalid arguments.
     """
     if isinstance(target, nn.Module):
         if args or kwargs:
@@ -126,7 +126,7 @@ _ADAPTERS = ("adapter", "gate_adapter", "up_adapter", "down_adapter", "fc1_adapt
 
 
 def _explain_adapted(function: str, op: str, given: Dict[str, Any], activation: int) -> Explanation:
-    """That of a call with adapters or quantised weights: one op, or one each way, or PyTorch's operations."""
+    """Explain a call with adapters or quantised weights: one op, one op each way, or PyTorch's operations."""
     x, (_, *names) = given["x"], _GEMMS[op][1]
     layers = []
     for weight, bias in zip(names[:3], names[3:]):
@@ -198,7 +198,7 @@ def _explain_experts(
 
 
 def _recorded(op: str, call: inspect.BoundArguments) -> Optional[int]:
-    """The elements of the product of gate and up, if autograd records it."""
+    """Return the number of elements of the product of gate and up, if autograd records it."""
     if op == "act_and_mul":
         gate, up = call.arguments["gate"], call.arguments["up"]
         return gate.numel() if calls.autograd_follows(gate, up) else None
@@ -209,7 +209,7 @@ def _recorded(op: str, call: inspect.BoundArguments) -> Optional[int]:
     return x.shape[:-1].numel() * gate_weight.size(0) if calls.autograd_follows(x, gate_weight, *others) else None
 
 
-# The layers of each function, and its arguments in the order of the compiled op `plan`.
+# The layers of each function, and its arguments in the order that the compiled op `plan` takes them.
 _GEMMS = {
     "linear": (("linear",), ("x", "weight", None, None, "bias", None, None)),
     "gated_linear": (("gate and up",), ("x", "gate_weight", "up_weight", None, "gate_bias", "up_bias", None)),
@@ -229,7 +229,7 @@ _LAYER_ACTIVATIONS = ("act_fn", "activation_fn", "intermediate_act_fn")
 
 
 def _explain_module(module: nn.Module) -> Explanation:
-    """A module by what it is itself, or else by its parts: how many are fused, and what keeps the others from it."""
+    """Explain a module by its own outcome, or else by its parts: how many are fused, and why the others are not."""
     name, found = type(module).__name__, tuple(_parts(module))
     beside = tuple(part for part in found if part.path and outcome.is_beside(part.pattern))
     parts = tuple(part for part in found if part not in beside)
@@ -251,7 +251,7 @@ def _explain_module(module: nn.Module) -> Explanation:
 
 
 def _of_mode(module: nn.Module, implementation: str) -> str:
-    """The words behind a reason for a module whose calls take the kernels of training though nothing is recorded."""
+    """Return a suffix for a module whose calls use the training kernels although autograd records nothing."""
     is_training = attribute_of(module, "training") is True
     is_off = is_training and not (torch.is_grad_enabled() or torch.is_inference_mode_enabled())
     says = is_off and implementation != "original"
@@ -259,8 +259,8 @@ def _of_mode(module: nn.Module, implementation: str) -> str:
 
 
 def _parts(model: nn.Module) -> Iterator[report.ModuleReport]:
-    """The modules of a model that are MLPs, or run a layer of this package, as they are now; the model itself first."""
-    taken_in = set()  # by id: experts that a layer around them computes, and first modules of split MLPs
+    """Yield the modules of a model that are MLPs or run a layer of this package, in their present state, root first."""
+    taken_in = set()  # by id: experts that an enclosing layer computes, and first modules of split MLPs
     around: Dict[int, str] = {}
     for path, module in modules_of(model):
         if id(module) in taken_in:

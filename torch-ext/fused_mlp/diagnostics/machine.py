@@ -1,4 +1,4 @@
-"""Names of the processors that figures depend on. It imports nothing of the package, as ``timing``."""
+"""Names of the processors that benchmark figures depend on. Like ``timing``, imports nothing from the package."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def cpu_name() -> str:
-    """The model of the CPU, as its maker calls it."""
+    """Return the model name of the CPU, as its maker gives it."""
     for line in Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else ():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
@@ -18,19 +18,19 @@ def cpu_name() -> str:
 
 
 def instructions() -> str:
-    """The instruction sets of the CPU that matter to products of matrices, as torch finds them."""
+    """Return the CPU's instruction sets that matter for GEMMs, as torch detects them."""
     amx = bool(torch.cpu.get_capabilities().get("amx_tile", False))
     return torch.backends.cpu.get_cpu_capability() + (" and AMX" if amx else "")
 
 
 def cpu() -> str:
-    """The CPU in words: its model, its instruction sets and the threads of torch."""
+    """Describe the CPU: its model, its instruction sets and torch's number of threads."""
     threads = torch.get_num_threads()
     return f"{cpu_name()}, {instructions()}, {threads} thread{'s' if threads != 1 else ''}"
 
 
 def gpu() -> str:
-    """The current GPU in words: its model and, of NVIDIA's and AMD's, its architecture and its memory."""
+    """Describe the current GPU: its model and, for NVIDIA and AMD, its architecture and memory."""
     if not torch.cuda.is_available():
         return torch.xpu.get_device_name()
     device = torch.cuda.get_device_properties(torch.cuda.current_device())

@@ -1,7 +1,7 @@
-"""Times calls against each other: they take turns inside one process, medians count, and noise is no verdict.
+"""Compares the times of several calls: they run in interleaved turns in one process and are compared by their medians.
 
-A machine that slows down as it warms up, or is busy for a while, then slows all of them alike. This file imports
-nothing of the package: the benchmarks of the repository load it by itself.
+A machine that slows down as it warms up, or is busy for a while, then slows all of them alike; noisy figures give no
+verdict. This file imports nothing from the package, because the repository's benchmarks load it on its own.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from typing import Callable, Dict, Hashable, List, Mapping, Tuple
 
 import torch
 
-NOISY = 0.15  # figures that spread further than this say nothing
+NOISY = 0.15  # figures with a larger spread are meaningless
 EVEN = 0.02  # ratios this close to 1 are neither a gain nor a loss
 
-_chance = random.Random()  # a user's own draws stay what they are
+_chance = random.Random()  # a private generator leaves the user's random state unchanged
 
 
 def synchronize() -> None:
-    """Waits for the GPU, where there is one; on a CPU a call is done when it returns."""
+    """Wait for the GPU, if there is one; a call on a CPU is done when it returns."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def at_any_depth(run: Callable[[], object]) -> object:
-    """Calls ``run`` at a random depth of Python's stack, and returns its result.
+    """Call ``run`` at a random depth of Python's stack, and return its result.
 
-    CPython keeps frames in chunks of 16 KiB, maps a chunk when a call does not fit the one before, and unmaps it when
-    that call returns. Calls in a loop that happens to stand at the end of a chunk take a page fault each: at some
-    depths a compiled Gemma 2 takes 1.4 times as long, and a variant with other frames beside it does not.
+    CPython allocates frames in chunks of 16 KiB. It maps a chunk when a call does not fit the previous one, and unmaps
+    it when that call returns, so calls in a loop that happens to sit at the end of a chunk take a page fault each. At
+    some depths a compiled Gemma 2 takes 1.4 times as long, while a variant with different frames next to it does not.
     """
-    frames_of_chunk = 150  # frames of _deeper, and a few more
+    frames_of_chunk = 150  # frames of _deeper that fill a chunk, and a few more
     return _deeper(run, _chance.randrange(frames_of_chunk))
 
 
@@ -42,17 +42,17 @@ def _deeper(run: Callable[[], object], frames: int) -> object:
 
 
 def wall_microseconds(run: Callable[[], object], iterations: int) -> float:
-    """Time of one call with the GPU waited for at the end, launch gaps included."""
+    """Return the time of one call, including launch gaps and a final wait for the GPU."""
     return at_any_depth(partial(_times, run, iterations))[0]
 
 
 def cpu_microseconds(run: Callable[[], object], iterations: int) -> float:
-    """CPU time of one call: what the caller's thread spends before it may go on."""
+    """Return the CPU time of one call: how long it occupies the caller's thread."""
     return at_any_depth(partial(_times, run, iterations))[1]
 
 
 def _times(run: Callable[[], object], iterations: int) -> Tuple[float, float]:
-    """Microseconds of one call, with the GPU waited for at the end, and of the caller's thread alone."""
+    """Return the microseconds of one call, with a final wait for the GPU, and in the caller's thread alone."""
     synchronize()
     start = time.perf_counter()
     for _ in range(iterations):
@@ -64,17 +64,16 @@ def _times(run: Callable[[], object], iterations: int) -> Tuple[float, float]:
 
 
 def iterations_within(run: Callable[[], object], budget_us: float, least: int = 3) -> int:
-    """The number of calls that fit the budget, from ``least`` to 100, after some that warm up."""
+    """Return the number of calls that fit the budget, from ``least`` to 100, measured after a few warm-up calls."""
     for _ in range(3):
         run()
     return max(least, min(100, int(budget_us / wall_microseconds(run, least))))
 
 
 def in_turns(turns: Mapping[Hashable, Callable[[], Dict[str, float]]], rounds: int) -> Dict[Hashable, Dict[str, float]]:
-    """Medians of the figures that the turns return, over ``rounds`` rounds in which each has one turn.
+    """Return the medians of the figures that the turns report, over ``rounds`` rounds with one turn each.
 
-    Beside every figure stands its spread, as ``<figure>_spread``: from the least to the greatest, in units of the
-    median.
+    Each figure comes with its spread, as ``<figure>_spread``: maximum minus minimum, in units of the median.
     """
     return {name: summary(found) for name, found in samples_in_turns(turns, rounds).items()}
 
@@ -82,7 +81,7 @@ def in_turns(turns: Mapping[Hashable, Callable[[], Dict[str, float]]], rounds: i
 def samples_in_turns(
     turns: Mapping[Hashable, Callable[[], Dict[str, float]]], rounds: int
 ) -> Dict[Hashable, List[Dict[str, float]]]:
-    """The figures of each of the turns themselves, by round."""
+    """Return the figures of every turn, by round."""
     samples: Dict[Hashable, List[Dict[str, float]]] = {name: [] for name in turns}
     for _ in range(rounds):
         for name, turn in turns.items():
@@ -91,7 +90,7 @@ def samples_in_turns(
 
 
 def summary(samples: List[Dict[str, float]]) -> Dict[str, float]:
-    """Median and spread of each figure, as :func:`in_turns` returns them."""
+    """Return the median and the spread of each figure, as :func:`in_turns` does."""
     found = {}
     for key in samples[0]:
         values = [sample[key] for sample in samples]
@@ -101,8 +100,8 @@ def summary(samples: List[Dict[str, float]]) -> Dict[str, float]:
 
 
 def middle(values: List[float]) -> Tuple[float, float]:
-    """The median of at least two values, and the spread of their middle half in units of it: the interquartile range,
-    which a few turns that something interrupts do not change."""
+    """Return the median of at least two values, and their interquartile range in units of the median; a few interrupted
+    turns do not change it."""
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
     return median, (high - low) / median if median else 0.0
 
@@ -116,10 +115,11 @@ def neighbours(
     iterations: Mapping[str, int],
     prepare: Callable[[str], object] = _nothing,
 ) -> Dict[str, float]:
-    """One turn of several calls right after one another, in random order: for each ``<name> ms`` and ``<name> ratio``,
-    its time over that of the first one named. ``prepare(name)`` is called before, and not timed.
+    """Time several calls right after one another, in random order: for each ``<name> ms`` and ``<name> ratio``, its
+    time over that of the first one named. ``prepare(name)`` runs before each call and is not timed.
 
-    A host's processor may be half as fast for seconds, and whoever waits for it then is slow. Neighbours meet the same.
+    A host's processor may run at half speed for seconds, which slows everything that waits for it. Calls that are close
+    in time see the same speed.
     """
     times = {}
     for name in _chance.sample(list(runs), len(runs)):
@@ -131,8 +131,8 @@ def neighbours(
 
 
 def verdict(ratio: float, spread: float) -> str:
-    """The meaning of a time that is ``ratio`` of the other one's, where the turns of either spread as far as that:
-    "faster", "even", "slower", or "too noisy to tell"."""
+    """Judge a time that is ``ratio`` of the reference, with the given spread over the turns: "faster", "even",
+    "slower", or "too noisy to tell"."""
     if spread > NOISY:
         return "too noisy to tell"
     if ratio < 1 - EVEN:

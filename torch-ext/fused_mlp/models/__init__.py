@@ -1,1 +1,1 @@
-"""Whole models: recognising their MLPs, fusing them in place, verifying and restoring."""
+"""Whole models: recognising their MLPs, fusing them in place, verifying and restoring them."""

@@ -1,4 +1,4 @@
-"""Registration of checkpoint conversions with transformers, for a layer that packs the weights of a replaced class."""
+"""Checkpoint conversion for transformers, for a layer that packs the weights of the class it replaces."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any, Iterator
 
 
 class PackedWeights:
-    """Tells transformers to load ``gate_proj`` and ``up_proj`` of a checkpoint into ``gate_up_proj``, and back to save.
+    """Makes transformers load ``gate_proj`` and ``up_proj`` of a checkpoint into ``gate_up_proj``, and split it on
+    saving.
 
-    The rules are objects of transformers, which asks for them: it is loaded by then, and not imported from here.
+    The rules are transformers objects. transformers itself iterates over them, so it is loaded by then and not imported
+    here.
     """
 
     def __iter__(self) -> Iterator[Any]:

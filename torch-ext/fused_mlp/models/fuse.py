@@ -1,9 +1,9 @@
 """One call that fuses the MLPs of an existing model.
 
-An MLP is what the code of a module computes, whatever its parts are called: its methods are read, and made anew for the
-instance with fused calls where the output of a projection goes through an activation. All else in them stays as it is
-written, so that a module is never taken for something it is not. Weights stay where they are; ``FusionReport.restore``
-gives the original methods back.
+An MLP is recognised by the code of a module, not by the names of its parts. The methods are parsed and regenerated for
+the instance, with fused calls where the output of a projection goes through an activation. All other code stays as
+written, so a module is never mistaken for something else. Weights stay in place; ``FusionReport.restore`` restores the
+original methods.
 """
 
 from __future__ import annotations
@@ -32,39 +32,39 @@ from .running import adapted, normed, shortcut
 
 
 def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.KEPT) -> FusionReport:
-    """Replaces the MLPs in the methods of the modules of ``model`` by fused calls, in place.
+    """Replace the MLPs in the methods of ``model``'s modules by fused calls, in place.
 
-    A module that ends an encoder's attention, ``norm(projection(x) + residual)``, is fused too, an RMSNorm that its
-    class spells out in several operations, and in an attention the projections of one input and the rotary embedding.
+    This also fuses modules that end an encoder's attention, ``norm(projection(x) + residual)``; RMSNorms whose class
+    spells them out in several operations; and, in attentions, the projections of one input and the rotary embedding.
 
-    Each module that is fused holds the fused methods itself, bound to it; its class stays what it is. A module that
-    cannot be read, or fused, is left as it is and the report says why; modules that an earlier call has fused are in
-    the report as fused. If the call raises, or is interrupted, the model is as it was. Threads that fuse, restore or
-    explain wait for each other.
+    Each fused module holds its fused methods itself, bound to it; its class is unchanged. A module that cannot be
+    parsed or fused is left unchanged, and the report says why. Modules that an earlier call fused are reported as
+    fused. If the call raises or is interrupted, the model is restored to its previous state. Threads that fuse, restore
+    or explain wait for each other.
 
     Args:
-        model: any module; its parameters, buffers and attributes are neither copied nor changed, and none of its
-            methods is run.
-        verify: before it is fused, compare each kind of MLP with its parts, called one after the other (on a few random
-            rows, with the module's own weights), and leave alone what does not agree. Nothing is compared where weights
-            are on the meta device, or must not be read.
-        memory: what training keeps, as in :func:`gated_mlp`. Modules that are fused already keep that from now on.
+        model: any module. Its parameters, buffers and attributes are neither copied nor changed, and none of its
+            methods runs.
+        verify: before fusing, compare each kind of MLP with its parts, called one after the other (on a few random
+            rows, with the module's own weights), and skip those that disagree. Nothing is compared if weights are on
+            the meta device or must not be read.
+        memory: what training saves, as in :func:`gated_mlp`. Modules that are already fused switch to it too.
 
     Returns:
-        A report that prints as a table: what is fused, what is not, and why.
+        A report that prints as a table: what was fused, what was not, and why.
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: ``memory`` is not known.
+        ValueError: ``memory`` is unknown.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     training.check_memory(memory)
     report, check = FusionReport(), verification.Verification() if verify else None
-    scripted = set()  # by id: those inside of a compiled one
-    first_modules, second_modules = set(), set()  # by id: of split MLPs that are fused
+    scripted = set()  # by id: modules inside a scripted one
+    first_modules, second_modules = set(), set()  # by id: modules of split MLPs that are fused
     around: Dict[int, str] = {}  # by id: MLPs that are fused with their block
-    inner = set()  # by id: layers of MLPs that are fused, and what adapters are around
+    inner = set()  # by id: layers of fused MLPs, and modules that adapters wrap
     with switching.lock:
         modules = list(modules_of(model))
         before = [(module, switching.saved(module)) for _, module in modules]
@@ -99,9 +99,9 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.K
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Return whether a module runs a method that :func:`fuse_mlps` put there; :func:`explain` says how far it is fused.
+    """Return True if a module runs a method that :func:`fuse_mlps` installed; :func:`explain` says how far it is fused.
 
-    Raises TypeError for what is no module.
+    Raises TypeError if ``module`` is not a module.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
@@ -109,26 +109,26 @@ def is_fused(module: nn.Module) -> bool:
 
 
 def first_modules_in(module: nn.Module) -> List[nn.Module]:
-    """The first modules of the split MLPs that a module runs fused, or what its wrapper is around, or its block."""
+    """Return the first modules of fused split MLPs, and the modules that a fused wrapper or block contains."""
     methods = switching.methods_in(module).values()
     found = [part for method in methods for part in rewriter.first_modules_in(method, module)]
     return [*found, *wrappers.within(module), *llama4.within(module)]
 
 
 def layers_in(module: nn.Module) -> List[nn.Module]:
-    """The projections of the MLPs that a module runs fused."""
+    """Return the projections of the MLPs that a module runs fused."""
     methods = filter(rewriter.is_fused, switching.methods_in(module).values())
     mlps = (mlp for method in methods for mlp in rewriter.mlps_in(method, module))
     return [part for mlp in mlps for part in mlp.projections.values()]
 
 
 def _is_read_with_others(module: nn.Module) -> bool:
-    """True for a linear layer, or a wrapper of experts, which has no method of its own inside of what is fused."""
+    """True for a linear layer or experts wrapper that gets no method of its own inside a fused module."""
     return adapters.is_known(module) or wrappers.is_wrapper(module) or adapted.is_padded(module)
 
 
 def blocks_around(module: nn.Module) -> Dict[int, str]:
-    """The MLPs, by id, that the methods of a module compute together with their block, and what else is in it."""
+    """Return the MLPs, by id, that a module's methods compute as part of a block, with a description of the rest."""
     found: Dict[int, str] = {}
     for method in switching.methods_in(module).values():
         found.update({id(part): words for part, words in rewriter.mlps_around(method, module)})
@@ -136,13 +136,13 @@ def blocks_around(module: nn.Module) -> Dict[int, str]:
 
 
 def in_block(found: Outcome, words: str) -> Outcome:
-    """The outcome of an MLP that is fused with its block."""
+    """Return the outcome of an MLP that is fused with its block."""
     is_whole = found.extent == outcome.FULL and not adapters.is_said_in(found.pattern)
     return replace(found, pattern=found.pattern + words) if is_whole else found
 
 
 def _is_idle(module: nn.Module) -> bool:
-    """True if all that is fused in a module are blocks around MLPs, of which none is fused."""
+    """True if a module's fused methods only compute blocks around MLPs, and none of these MLPs is fused."""
     methods = switching.methods_in(module).values()
     if not methods or not all(map(rewriter.is_fused, methods)):
         return False
@@ -152,7 +152,7 @@ def _is_idle(module: nn.Module) -> bool:
 
 
 def outcome_of(module: nn.Module) -> Optional[Outcome]:
-    """The extent to which a module is fused at present, and the reasons; None if it is no MLP."""
+    """Return how far a module is fused at present, and why no further; None if it is not an MLP."""
     with switching.lock:
         return _outcome_of(module)
 
@@ -177,11 +177,11 @@ def _not_fused(module: nn.Module, name: str, *_: str) -> Reason:
 def _fuse(
     module: nn.Module, check: Optional[verification.Verification], memory: str, is_tail: bool
 ) -> Optional[Outcome]:
-    """Fuses one module, and says how far; None if it is no MLP, or the second module of one that is fused."""
+    """Fuse one module and return its outcome; None if it is not an MLP, or is the second module of a fused one."""
     methods = switching.methods_in(module)
     if methods and all(rewriter.memory_of(method) == memory for method in methods.values()):
         return outcome.of_methods(module, methods.values())
-    switching.switch_back(module)  # it may hold fused methods that do not run any more
+    switching.switch_back(module)  # it may hold fused methods that no longer run
     methods, found = _plan(module, check, memory, is_tail)
     if methods:
         switching.switch(module, methods)
@@ -191,9 +191,9 @@ def _fuse(
 def _plan(
     module: nn.Module, check: Optional[verification.Verification], memory: str, is_tail: bool = False
 ) -> Tuple[Dict[str, FunctionType], Optional[Outcome]]:
-    """The methods to put into a module, if there are any, and how far they fuse it, or why they do not.
+    """Return the methods to install in a module, if any, and how far they fuse it or why they do not.
 
-    Whatever goes wrong with one module is no reason to leave the others.
+    An error in one module must not keep the others from being fused.
     """
     try:
         return _plan_of(module, check, memory, is_tail)
@@ -252,8 +252,8 @@ def _plan_of(
 
 
 def _is_read(module: nn.Module, name: str, own: Any, method: FunctionType) -> bool:
-    """True if what a module holds in the place of a method is what the fused one was made of, or a fused one, also of
-    the module that it is a shallow copy of."""
+    """True if what a module holds in place of a method is the function the fused one was generated from, or itself a
+    fused method, possibly of the module that this one is a shallow copy of."""
     is_fused = type(own) is MethodType and type(own.__func__) is FunctionType and own.__func__ in written
     return is_fused or method_in(module, name) is written[method].function
 

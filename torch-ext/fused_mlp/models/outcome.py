@@ -1,4 +1,4 @@
-"""Records of the extent to which the MLPs of a module are fused in its present state, and of the reasons."""
+"""Records of how far the MLPs of a module are fused in its present state, and why no further."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from .rewriting import detection, endings, rewriter
 from .rewriting.found import FoundMLP, around_of
 from .running import adapted, forwards, normed
 
-# Extents: what of an MLP is one call of a kernel.
-FULL = "full"  # its GEMMs, with the activation in their epilogue
-POINTWISE = "pointwise"  # the activation and the product of two tensors, where these are large
-BIAS = "bias"  # a GEMM and its bias: there is no activation
-ACTIVATION = "activation"  # the activation: there is nothing else
-PARTLY = "partly"  # its first layer with the activation: what is behind them is called
+# Extents: the part of an MLP that one kernel call computes.
+FULL = "full"  # the GEMMs, with the activation in their epilogue
+POINTWISE = "pointwise"  # the activation and the product of two tensors, if these are large
+BIAS = "bias"  # a GEMM with bias, if there is no activation
+ACTIVATION = "activation"  # the activation, if there is nothing else
+PARTLY = "partly"  # the first layer with the activation; what follows is called
 NONE = "none"
 
-_EXTENT_WORDS = {  # where there is no reason to give
+_EXTENT_WORDS = {  # used if there is no reason to give
     FULL: "GEMMs and activation",
     POINTWISE: "activation and product",
     BIAS: "GEMM and bias",
     ACTIVATION: "activation",
 }
 
-# Codes of reasons: why a part is called, or why a module is left as it was.
+# Codes of reasons: why a part is called, or why a module is unchanged.
 CALLED = "called"
 UNKNOWN_ACTIVATION = "unknown activation"
 ALTERED_ACTIVATION = "altered activation"
@@ -86,7 +86,7 @@ _REASON_WORDS = {
 }
 
 
-_ADVICE = {  # by what a detail has in it, of which the first counts
+_ADVICE = {  # by a substring of the detail; the first match applies
     " around a ": "",
     "a peft.": "; merge the adapters and fuse again",
     "kernel for torch.float": "; cast the model to torch.bfloat16",
@@ -95,15 +95,15 @@ _ADVICE = {  # by what a detail has in it, of which the first counts
 }
 
 
-_LEAST_INPUTS = 8  # a vector of 16 bit, in which kernels read rows
+_LEAST_INPUTS = 8  # 16 bytes of 16-bit elements, the vectors in which kernels read rows
 
 
 @dataclass(frozen=True)
 class Reason:
     """A reason against fusion.
 
-    ``code`` is one of the codes in this file, ``part`` names the subject (the path of a part, the class of an
-    activation, a method), ``detail`` describes its state. ``str`` gives the text.
+    ``code`` is one of the codes in this file. ``part`` names the subject: the path of a part, the class of an
+    activation, or a method. ``detail`` describes its state. ``str`` gives the text.
     """
 
     code: str
@@ -117,7 +117,7 @@ class Reason:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The extent of fusion of a module, the reasons why it is not fused further, and the patterns of its MLPs."""
+    """How far a module is fused, why no further, and the patterns of its MLPs."""
 
     extent: str
     reasons: Tuple[Reason, ...] = ()
@@ -125,7 +125,7 @@ class Outcome:
 
 
 def of_methods(module: nn.Module, methods: Iterable[FunctionType]) -> Optional[Outcome]:
-    """The outcome of the MLPs in the fused methods of a module."""
+    """Return the outcome of the MLPs in a module's fused methods."""
     methods = list(methods)
     for kind in filter(None, map(switching.kind_of, methods)):
         return _OF_KIND[kind](module)
@@ -134,7 +134,7 @@ def of_methods(module: nn.Module, methods: Iterable[FunctionType]) -> Optional[O
     for method in filter(endings.is_fused, methods):
         return of_sum(endings.parts_of(method, module))
     mlps = [mlp for method in methods for mlp in rewriter.mlps_in(method, module)]
-    if not mlps:  # they are modules of their own, and have an outcome
+    if not mlps:  # the MLPs are separate modules with their own outcome
         return None
     running = [mlp for mlp in mlps if mlp.aside is None]
     if not running:
@@ -148,7 +148,7 @@ def of_methods(module: nn.Module, methods: Iterable[FunctionType]) -> Optional[O
 
 
 def _part_fused(mlp: FoundMLP) -> str:
-    """The extent of fusion of an MLP that is not fused whole."""
+    """Return the extent of an MLP that is not fused as a whole."""
     if mlp.activation is None or refusals.of_global_state() is not None or _without_kernel(mlp):
         return NONE
     first = list(mlp.projections.values())[: 2 if mlp.pattern.gated and not mlp.pattern.packed else 1]
@@ -158,7 +158,7 @@ def _part_fused(mlp: FoundMLP) -> str:
 
 
 def of_experts(module: nn.Module, asked: Optional[str] = None) -> Outcome:
-    """The outcome of a module of experts: full if its forward, which checks at each call, calls ``experts_mlp``."""
+    """Return the outcome of experts: full if the forward, which checks at each call, calls ``experts_mlp``."""
     refusal = mixtures.refusal(module, asked, around=True)
     if refusal is not None:
         return _own_way(refusal, _EXPERTS)
@@ -167,13 +167,13 @@ def of_experts(module: nn.Module, asked: Optional[str] = None) -> Outcome:
 
 
 def of_wrapper(module: nn.Module) -> Outcome:
-    """The outcome of experts with adapters around their weights."""
+    """Return the outcome of experts whose weights are wrapped by adapters."""
     refusal, rank = wrappers.refusal(module), wrappers.rank_of(module)
     return _own_way(refusal, f"{_EXPERTS} with LoRA of rank {rank}" if rank else _EXPERTS)
 
 
 def of_adapted(module: nn.Module) -> Optional[Outcome]:
-    """The outcome of a layer by itself: with an adapter, or a quantised weight, or of widths that are padded."""
+    """Return the outcome of a single layer: one with an adapter, a quantised weight, or widths that are padded."""
     refusal, pattern = adapted.refusal(module), f"{forwards.LINEAR}{adapters.words_of((module,))}"
     if adapted.is_padded(module):
         return Outcome(FULL, (), _PADDED) if refusal is None else None
@@ -181,17 +181,17 @@ def of_adapted(module: nn.Module) -> Optional[Outcome]:
 
 
 def of_norm(module: nn.Module) -> Outcome:
-    """The outcome of a norm by itself."""
+    """Return the outcome of a standalone norm."""
     return _own_way(normed.refusal(module), normed.name_of(module))
 
 
 def _own_way(refusal: Optional[str], pattern: str) -> Outcome:
-    """The outcome of what is one call, or for the given reason runs as it was written."""
+    """Return the outcome of a module that is one call, or that runs as written for the given reason."""
     return Outcome(FULL, (), pattern) if refusal is None else Outcome(NONE, (Reason(OWN_WAY, "", refusal),), pattern)
 
 
-# Of methods that are not made of source. Routers and blocks of mixtures are no MLPs: where they run as they are, there
-# is nothing to say, and the parts of a block are reported.
+# Methods that are not generated from source. Routers and blocks of mixtures are not MLPs: if they run as written, they
+# are not reported, and the parts of a block are reported instead.
 _OF_KIND: Dict[str, Callable[[nn.Module], Optional[Outcome]]] = {
     mixtures.KIND: of_experts,
     wrappers.KIND: of_wrapper,
@@ -205,19 +205,19 @@ _OF_EXPERTS = (mixtures.KIND, wrappers.KIND, llama4.KIND)
 
 
 def of_attention(method: FunctionType, module: nn.Module) -> Optional[Outcome]:
-    """The outcome of the projections of one input, and the rotary embedding, of an attention; None if neither is
+    """Return the outcome of an attention's projections of one input and its rotary embedding; None if neither is
     computed in the module's present mode."""
     reasons, pattern = called(attention.refusals_of(method, module)), attention.pattern_of(method, module)
     return Outcome(NONE if reasons else FULL, reasons, pattern) if pattern else None
 
 
 def is_attention(pattern: str) -> bool:
-    """True for the pattern of what is fused in an attention."""
+    """True for the pattern of a fused part of an attention."""
     return pattern.startswith((attention.PROJECTIONS, attention.ROTARY))
 
 
 def is_beside(pattern: str) -> bool:
-    """True for the pattern of what stands beside MLPs and their like: of norms and attentions."""
+    """True for the patterns of norms and attentions, which are reported next to MLPs and similar modules."""
     return pattern in NORMS or is_attention(pattern)
 
 
@@ -227,7 +227,7 @@ _MIXTURE = "router and experts in inference"
 
 
 def is_mlp(pattern: str) -> bool:
-    """True if a pattern is that of a whole MLP, or of experts."""
+    """True for the pattern of a whole MLP or of experts."""
     return pattern.startswith(_MLPS) and not pattern.startswith("gated linear")
 
 
@@ -237,7 +237,7 @@ AROUND, NORMED = around_of(True, False), around_of(True, True)
 
 
 def words_of(extent: str, pattern: str) -> str:
-    """Describe the part of a module with this pattern that one call computes at this extent."""
+    """Describe what one call computes in a module with this pattern, at this extent."""
     if pattern in NORMS:
         return "norm"
     if is_attention(pattern):
@@ -246,7 +246,7 @@ def words_of(extent: str, pattern: str) -> str:
 
 
 def left(module: nn.Module, methods: Iterable[FunctionType], reason: Reason) -> Optional[Outcome]:
-    """That a module was left as it was, though these methods of it could be made."""
+    """Return the outcome of a module that was not changed although these methods could be generated for it."""
     methods = list(methods)
     kinds = set(map(switching.kind_of, methods)) - {None}
     if kinds.intersection(_OF_EXPERTS):
@@ -254,11 +254,11 @@ def left(module: nn.Module, methods: Iterable[FunctionType], reason: Reason) -> 
     if kinds or any(endings.is_fused(method) or attention.is_fused(method) for method in methods):
         return None
     mlps = [mlp for method in methods for mlp in rewriter.mlps_in(method, module)]
-    return Outcome(NONE, (reason,), _pattern(mlps)) if mlps else None  # else they are modules of their own
+    return Outcome(NONE, (reason,), _pattern(mlps)) if mlps else None  # otherwise the MLPs are separate modules
 
 
 def of_nothing_to_fuse(module: nn.Module, methods: Iterable[FunctionType]) -> Optional[Outcome]:
-    """The outcome of methods that can never fuse anything; None if they may fuse something."""
+    """Return the outcome of methods that can never fuse anything; None if they may fuse something."""
     mlps = [mlp for method in methods if rewriter.is_fused(method) for mlp in rewriter.mlps_in(method, module)]
     firsts = [next(iter(mlp.projections.values()), None) for mlp in mlps]
     plain = not any(mlp.pattern.gated for mlp in mlps)
@@ -272,7 +272,7 @@ def of_nothing_to_fuse(module: nn.Module, methods: Iterable[FunctionType]) -> Op
 
 
 def _has_few_inputs(projection: Any) -> bool:
-    """True for a layer of coordinates or the like: its product is PyTorch's in any case, so fusing gains nothing."""
+    """True for a layer of coordinates or similar: PyTorch runs its GEMM in any case, so fusing gains nothing."""
     return type(projection) is nn.Linear and projection.in_features < _LEAST_INPUTS
 
 
@@ -281,17 +281,17 @@ def _has_own_product(projection: Any) -> bool:
 
 
 def of_parts(projections: Dict[str, nn.Module]) -> Outcome:
-    """The outcome of an MLP with these projections and a known activation. Its pattern is what is said of adapters."""
+    """Return the outcome of an MLP with these projections and a known activation; ``pattern`` describes adapters."""
     around = refusals.of_global_state()
     reasons = called({name: around or adapters.of_state(part) for name, part in projections.items()})
     return Outcome(NONE if reasons else FULL, reasons, adapters.words_of(projections.values()))
 
 
 def of_sum(parts: Dict[str, nn.Module]) -> Outcome:
-    """The outcome of a layer followed by a residual sum and a norm: full if one call computes them.
+    """Return the outcome of a layer followed by a residual sum and a norm: full if one call computes them.
 
-    The layer is the first of the parts and the norm the last. The parts between them must be inactive, but for a
-    dropout that an op takes in training.
+    The layer is the first of the parts and the norm the last. The parts between them must be inactive, except for a
+    dropout that an op supports in training.
     """
     (projection, layer), *behind, (last, norm) = parts.items()
     unknown = None if type(norm) in norms.known else f"a {type(norm).__name__}"
@@ -318,12 +318,12 @@ _SUM = f"{forwards.LINEAR} with residual and norm"
 
 
 def of_error(error: Exception) -> Reason:
-    """That something went wrong that nobody foresaw, with one module alone."""
+    """Return the reason for an unforeseen error in one module."""
     return Reason(ERROR, "", f"{type(error).__name__}: {error}".splitlines()[0])
 
 
 def called(refusal_of: Dict[str, Optional[str]]) -> Tuple[Reason, ...]:
-    """The parts that are called since there is a refusal; parts that are alike share a reason."""
+    """Return the reasons for parts that are called because of a refusal; parts with the same refusal share one."""
     names: Dict[str, List[str]] = {}
     for name, refusal in refusal_of.items():
         if refusal is not None:
@@ -332,25 +332,25 @@ def called(refusal_of: Dict[str, Optional[str]]) -> Tuple[Reason, ...]:
 
 
 def of_activation(function: object) -> Reason:
-    """The reason for a function that is no row of the table of activations."""
+    """Return the reason for a function that is not in the table of activations."""
     name, alteration = recognition.name_of(function), recognition.alteration_of(function)
     return Reason(UNKNOWN_ACTIVATION, name) if alteration is None else Reason(ALTERED_ACTIVATION, name, alteration)
 
 
 def of_finder(module: nn.Module, name: str) -> Optional[Outcome]:
-    """The outcome of a module that is skipped because its class has this method; None if it cannot be an MLP."""
+    """Return the outcome of a module skipped because its class has this method; None if it cannot be an MLP."""
     is_mlp = detection.has_parts_of_mlp(module) and detection.applies_activation_to_projection(module)
     return Outcome(NONE, (Reason(OWN_FINDER, name),)) if is_mlp else None
 
 
 def of_nothing(module: nn.Module) -> Optional[Outcome]:
-    """The outcome of a module that is an MLP and has no match; None if it is no MLP."""
+    """Return the outcome of a module that is an MLP without a match; None if it is not an MLP."""
     if issubclass(type(module), (nn.ModuleList, nn.ModuleDict)) or not detection.has_parts_of_mlp(module):
         return None
     forward = inspect.getattr_static(type(module), "forward")
     forward = (
         inspect.unwrap(forward) if isinstance(forward, FunctionType) else forward
-    )  # a decorator calls what is in it
+    )  # a decorator calls the function it wraps
     if not isinstance(forward, FunctionType):
         return Outcome(NONE, (Reason(NO_FUNCTION, "", type(forward).__name__),))
     if tree_of(forward) is None:
@@ -359,11 +359,11 @@ def of_nothing(module: nn.Module) -> Optional[Outcome]:
 
 
 def _reasons(mlp: FoundMLP) -> List[Reason]:
-    """The reasons why one MLP is not fused further."""
+    """Return the reasons why one MLP is not fused further."""
     around = refusals.of_global_state()
     if around is not None:
         return [Reason(CALLED, "all parts", around)]
-    if any(mlp.split.values()):  # then their parts are not looked at
+    if any(mlp.split.values()):  # their parts are not examined then
         return list(called(mlp.split))
     found = {name: adapters.of_state(part) for name, part in mlp.projections.items()}
     projections = list(mlp.projections.values()) or [None]
@@ -374,9 +374,9 @@ def _reasons(mlp: FoundMLP) -> List[Reason]:
 
 
 def _without_kernel(mlp: FoundMLP) -> List[Reason]:
-    """The reason why no kernel computes an MLP on its device and in its dtype; empty if one does."""
+    """Return the reason why no kernel computes an MLP on its device and in its dtype; empty if one does."""
     weight, forced = _weight(mlp), dispatch._open_blocks[-1].name
-    if weight is None or weight.is_meta or forced not in ("auto", "torch"):  # what is forced may refuse by an error
+    if weight is None or weight.is_meta or forced not in ("auto", "torch"):  # a forced backend may refuse by raising
         return []
     if dispatch.select(mlp.pattern.op, weight) is not reference:
         return []
@@ -384,7 +384,7 @@ def _without_kernel(mlp: FoundMLP) -> List[Reason]:
 
 
 def _notes(module: nn.Module, mlps: Iterable[FoundMLP], methods: Iterable[FunctionType]) -> Tuple[Reason, ...]:
-    """The numbers of rows from which on a module in training runs fused, in eager and compiled, if there are bounds."""
+    """Return the numbers of rows from which a module in training runs fused, eager and compiled, if bounds exist."""
     memory = next(map(rewriter.memory_of, filter(rewriter.is_fused, methods)), training.KEPT)
     found = [(mlp, mlp.pattern, _weight(mlp)) for mlp in mlps if module.training]
     trained = [each for each in found if each[2] is not None and each[2].requires_grad]
@@ -404,14 +404,14 @@ def _notes(module: nn.Module, mlps: Iterable[FoundMLP], methods: Iterable[Functi
 
 
 def _has_many_operations(mlp: FoundMLP) -> bool:
-    """True if an activation of several operations, or a norm of the sum behind an MLP of two modules, is in the op."""
+    """True if the op includes an activation of several operations, or the norm after an MLP of two modules."""
     return recognition.is_composite(mlp.act) or (bool(mlp.split) and mlp.around == NORMED)
 
 
 def _weight(mlp: FoundMLP) -> Optional[Tensor]:
     first = next(iter(mlp.projections.values()), None)
     layer = None if first is None else adapters.layer_of(first)
-    if isinstance(layer, Layer) and quantized.is_any(layer.weight):  # what stands for it is of the product's dtype
+    if isinstance(layer, Layer) and quantized.is_any(layer.weight):  # its stand-in has the dtype of the GEMM
         return quantized.shape_alone(layer.weight, layer.dtype or torch.bfloat16)
     weight = None if first is None else attribute_of(first, "weight")
     return weight if isinstance(weight, Tensor) and not is_lazy(weight) and weight.dim() == 2 else None

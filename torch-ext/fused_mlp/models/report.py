@@ -1,4 +1,4 @@
-"""The report of :func:`fuse_mlps`: what became of each module, as data and as a table."""
+"""The report of :func:`fuse_mlps`: the outcome of each module, as data and as a table."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _COLUMNS = ("class", "pattern", "fused", "why not", "modules")
 class ModuleReport:
     """The result of ``fuse_mlps`` for one module.
 
-    ``path`` leads to it from the model, which has itself the path "". ``pattern`` names the MLPs in it. ``extent`` says
-    how far it is fused: "full", "partly", "pointwise", "none"; ``reasons`` why it is not more, each with a ``code``,
-    the ``part`` that it is about and a ``detail``.
+    ``path`` is its path from the model, whose own path is "". ``pattern`` names the MLPs in it. ``extent`` says how far
+    it is fused: "full", "partly", "pointwise" or "none". ``reasons`` say why no further; each has a ``code``, the
+    ``part`` that it concerns and a ``detail``.
     """
 
     path: str
@@ -34,30 +34,30 @@ class ModuleReport:
 
     @property
     def fused(self) -> bool:
-        """True if it runs in one call on this device, in this dtype and mode."""
+        """True if it runs as one call on this device, in this dtype and mode."""
         is_part = self.extent == outcome.PARTLY or (self.extent == outcome.POINTWISE and bool(self.reasons))
         return self.extent != outcome.NONE and not is_part
 
     @property
     def is_mlp(self) -> bool:
-        """False for what stands beside MLPs: a layer with its activation, a router, the end of an attention."""
+        """False for parts other than MLPs: a layer with its activation, a router, the end of an attention."""
         return any(outcome.is_mlp(pattern) for pattern in self.pattern.split(", "))
 
     @property
     def reason(self) -> str:
-        """``reasons`` in words; empty where all is fused."""
+        """``reasons`` in words; empty if all is fused."""
         return "; ".join(map(str, self.reasons))
 
 
 @dataclass
 class FusionReport:
-    """The outcome of :func:`fuse_mlps`: prints as a table; ``modules`` is the same as data.
+    """The outcome of :func:`fuse_mlps`; prints as a table. ``modules`` holds the same as data.
 
-    ``norms`` are those that are one op by themselves, apart from MLPs and their like. ``attentions`` have their
-    projections of one input in one call, or their rotary embedding in one op.
+    ``norms`` are norms that run as one op on their own, separately from MLPs and similar modules. ``attentions`` run
+    their projections of one input in one call, or their rotary embedding in one op.
 
-    ``[dataclasses.asdict(module) for module in report.modules]`` is what ``json.dumps`` takes. A report does not keep
-    the model alive.
+    ``[dataclasses.asdict(module) for module in report.modules]`` can be passed to ``json.dumps``. A report does not
+    keep the model alive.
     """
 
     modules: List[ModuleReport] = field(default_factory=list)
@@ -67,25 +67,25 @@ class FusionReport:
 
     @property
     def fused(self) -> List[ModuleReport]:
-        """The modules that are fused, by this call or by an earlier one."""
+        """The modules that are fused, by this call or an earlier one."""
         return [module for module in self.modules if module.fused]
 
     @property
     def left(self) -> List[ModuleReport]:
-        """The modules that look like an MLP and were left as they were."""
+        """The modules that look like an MLP and were not changed."""
         return [module for module in self.modules if not module.fused]
 
     def restore(self) -> None:
-        """Gives every module in ``fused`` its own methods back.
+        """Restore the original methods of every module in ``fused``.
 
-        Where somebody has wrapped a fused method since, the wrapper stays, and what it wraps runs the original.
+        If a fused method has been wrapped since, the wrapper stays, and the method it wraps runs the original.
         """
         for restore in self._restoring:
             restore()
         self._restoring.clear()
 
     def _of(self, pattern: str) -> List[ModuleReport]:
-        """The list for a module with this pattern."""
+        """Return the list that modules with this pattern are reported in."""
         if outcome.is_attention(pattern):
             return self.attentions
         return self.norms if pattern in outcome.NORMS else self.modules
@@ -100,13 +100,13 @@ class FusionReport:
         return "\n".join([summary(self.modules, self._beside), *lines([_COLUMNS, *self._rows()])])
 
     def _repr_html_(self) -> str:
-        """The same for notebooks."""
+        """Return the table as HTML, for notebooks."""
         rows = (f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in self._rows())
         head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
         return f"<p>{html.escape(summary(self.modules, self._beside))}</p><table><tr>{head}</tr>{''.join(rows)}</table>"
 
     def _rows(self) -> List[Tuple[str, ...]]:
-        """The cells of the table: modules that are alike share a row."""
+        """Return the cells of the table; identical modules share a row."""
         rows: Dict[Tuple[str, ...], List[str]] = {}
         for module in (*self.modules, *self._beside):
             extent = "yes" if module.fused else {outcome.NONE: "no"}.get(module.extent, module.extent)
@@ -115,12 +115,12 @@ class FusionReport:
 
 
 def of_module(path: str, module: nn.Module, found: outcome.Outcome) -> ModuleReport:
-    """The report of the module at a path, from its outcome."""
+    """Return the report of the module at a path, from its outcome."""
     return ModuleReport(path, type(module).__name__, found.pattern, found.extent, found.reasons)
 
 
 def summary(modules: Sequence[ModuleReport], others: Sequence[ModuleReport] = ()) -> str:
-    """One sentence that counts the modules which run in one call each."""
+    """Return one sentence that counts the modules which run as one call each."""
     sentence = _of_mlps(modules) if modules else "no MLP found"
     beside = Counter(module.pattern for module in (*modules, *others) if not module.is_mlp and module.fused)
     return "; ".join([sentence, *(f"{count} x {pattern}" for pattern, count in beside.items())])
@@ -142,7 +142,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 def _paths(paths: Sequence[str]) -> str:
-    """The paths of modules that are alike, in short: * stands for what differs in them."""
+    """Abbreviate the paths of identical modules; * stands for the names that differ."""
     if len(paths) == 1:
         return paths[0] or "the model itself"
     split = [path.split(".") for path in paths]
@@ -152,7 +152,7 @@ def _paths(paths: Sequence[str]) -> str:
 
 
 def lines(table: Sequence[Sequence[str]]) -> Iterator[str]:
-    """The lines of a table that is no wider than a terminal: the cells of its widest columns are broken."""
+    """Yield the lines of a table that fits a terminal; the cells of its widest columns are wrapped."""
     widths = [max(map(len, column)) for column in zip(*table)]
     while sum(widths) + 2 * (len(widths) - 1) > _TABLE_WIDTH:
         widths[widths.index(max(widths))] -= 1
@@ -163,7 +163,7 @@ def lines(table: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _wrapped(cell: str, width: int) -> List[str]:
-    """The lines of a cell. A path that is too long is broken behind a dot, if there is one."""
+    """Wrap a cell into lines. A path that is too long is broken after a dot, if there is one."""
     lines: List[str] = []
     for word in cell.split(" "):
         for place, piece in enumerate(word.replace(".", ".\0").split("\0") if len(word) > width else [word]):

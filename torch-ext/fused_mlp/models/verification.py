@@ -1,11 +1,11 @@
 """Compares each kind of fused call with its parts, called one after the other, before it is used.
 
-Nothing else is run. A method is not: it is a user's code, and may print, count, draw random numbers, write into
-parameters or send to other processes, and running it on a copy keeps only some of that from happening. Nor must it be:
-a rewritten method differs from its original in its fused calls alone, by the way it is made, which the tests of this
-package prove. What they cannot prove is that a fused call computes here, with the kernels of this machine and with what
-the class of an activation stands for in this version of its library, what its parts compute. So plain linear layers
-without hooks and activations that are known are called, which read a module's weights and change nothing.
+Nothing else runs. Methods do not: they are user code, which may print, count, draw random numbers, write to parameters
+or communicate with other processes, and running them on a copy prevents only some of that. They need not run either: by
+construction, a rewritten method differs from its original only in its fused calls, which the tests of this package
+prove. The tests cannot prove that a fused call agrees with its parts on this machine's kernels and with the activation
+class of the installed library version. So this calls plain linear layers without hooks and known activations, which
+read a module's weights and change nothing.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .parts import adapters, refusals
 from .rewriting.found import FoundMLP
 from .running import forwards
 
-# Largest relative error of a row between two right ways to compute an MLP, by dtype (float32: TensorFloat-32's).
+# Largest relative error of a row between two correct ways to compute an MLP, by dtype (float32: with TensorFloat-32).
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-3, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
-_ROW_SCALES = (0.1, 1.0, 1.0, 10.0, 100.0)  # an activation that is not what it is taken for shows at one of them
+_ROW_SCALES = (0.1, 1.0, 1.0, 10.0, 100.0)  # an activation that was misidentified differs at one of these
 
 
 class Verification:
-    """Remembers what was compared: a model's layers differ in nothing but the values of their weights."""
+    """Caches comparisons, since a model's layers differ only in the values of their weights."""
 
     def __init__(self) -> None:
         self._known: Dict[Tuple[Any, ...], Optional[str]] = {}
@@ -40,13 +40,13 @@ class Verification:
     def disagreement(self, mlps: List[FoundMLP]) -> Optional[str]:
         """Describe the first MLP whose fused call differs from its parts on a random input.
 
-        None if all agree or none can be compared.
+        Returns None if all agree or none can be compared.
         """
         return next(filter(None, map(self._of_call, mlps)), None)
 
     def _of_call(self, mlp: FoundMLP) -> Optional[str]:
         if not mlp.projections or not _can_be_computed(mlp):
-            return None  # its parts are called
+            return None  # its parts are called anyway
         parts = list(mlp.projections.values())
         kinds = ((type(part), *map(_kind, part.parameters())) for part in parts)
         key = (mlp.pattern, type(mlp.act), mlp.activation, len(_casts(mlp)), *kinds)
@@ -55,9 +55,9 @@ class Verification:
         return self._known[key]
 
     def disagreement_of_experts(self, module: nn.Module) -> Optional[str]:
-        """The same for a module of experts, of which two are computed."""
+        """Like :meth:`disagreement`, for an experts module; only two experts are computed."""
         if mixtures.refusal(module) is not None or mixtures.are_quantized(module):
-            return None  # those of FP8 round what they are given, and may come from the Hub
+            return None  # FP8 experts round their input, and their code may come from the Hub
         found = proofs.of(module)
         tensors = proofs.tensors_of(module, found.weights)
         if not all(tensor is None or _is_computable(tensor) for tensor in tensors):
@@ -69,22 +69,22 @@ class Verification:
 
 
 def _can_be_computed(mlp: FoundMLP) -> bool:
-    """True if a sample call has no side effects (no hooks, no modes) and all weights are materialised."""
+    """True if a sample call has no side effects (no hooks or modes) and all weights are materialised."""
     if refusals.of_global_state() is not None or mlp.activation is None:
         return False
     layers = [adapters.layer_of(part) for part in mlp.projections.values()]
     if any(isinstance(layer, str) or (layer.adapter is not None and layer.adapter.dropout) for layer in layers):
         return False
     if any(layer.dtype is not None and layer.weight.is_cpu for layer in layers):
-        return False  # a layer of four bits may pack its weight anew when it is called there
+        return False  # a call on a CPU may repack the weight of a four-bit layer
     if any(quantized.are_blocked(layer.weight) for layer in layers):
-        return False  # its own product rounds what it is given to FP8 or int8, and may come from the Hub
+        return False  # its own GEMM rounds its input to FP8 or int8, and may come from the Hub
     weights = map(_values_of, layers)
-    return all(weight.dim() == 2 and _is_computable(weight) for weight in weights)  # else it is yet to be gathered
+    return all(weight.dim() == 2 and _is_computable(weight) for weight in weights)  # others: not gathered yet
 
 
 def _values_of(layer: Layer) -> Tensor:
-    """The weight, or what has the shape and the dtype of a quantised one."""
+    """Return the weight, or a tensor with the shape and dtype of a quantised one."""
     return layer.weight if layer.dtype is None else quantized.shape_alone(layer.weight, layer.dtype)
 
 
@@ -114,7 +114,7 @@ def _difference_of_call(mlp: FoundMLP, weight: Tensor) -> Optional[str]:
 
 
 def _casts(mlp: FoundMLP) -> List[Callable[[Tensor], Tensor]]:
-    """The casts among the parts between the projections, as functions of the hidden values."""
+    """Return the casts between the projections, as functions of the hidden values."""
     *_, last = mlp.projections.values()
     return [lambda hidden: hidden.to(last.weight.dtype) for part in mlp.between.values() if part is forwards.cast]
 
@@ -123,9 +123,9 @@ def _difference_between(fused: Callable[[], Optional[Tensor]], plain: Callable[[
     try:
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             got, expected = fused(), plain()
-    except Exception as error:  # a width or a device may not fit, say: what cannot be compared is left alone
+    except Exception as error:  # e.g. a width or device that does not fit: do not fuse what cannot be compared
         return f"not compared: {type(error).__name__}: {error}".splitlines()[0]
-    difference = 0.0 if got is None else _difference(got, expected)  # no op: the parts run
+    difference = 0.0 if got is None else _difference(got, expected)  # None: no op, so the parts run
     if difference <= _TOLERANCE[x.dtype]:
         return None
     return f"its fused call computes something else (relative difference {difference:.1e})"
@@ -139,7 +139,7 @@ def _rows(weight: Tensor) -> Tensor:
 
 
 def _difference(got: Tensor, expected: Tensor) -> float:
-    """The largest relative error of a row; 0 if no row is finite, as where weights are yet to be loaded."""
+    """Return the largest relative error of a row; 0 if no row is finite, for example before weights are loaded."""
     got, expected = got.double(), expected.double()
     finite = torch.isfinite(expected).all(dim=-1)
     error = (got - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)

@@ -1,1 +1,1 @@
-"""Frozen quantised weights: of a layer, and stacks of those of experts."""
+"""Frozen quantised weights: of single layers, and stacks of expert weights."""

@@ -1,4 +1,4 @@
-"""Frozen quantised weights of experts: stacks in FP8 and MXFP4, read as they lie by kernels, elsewhere decoded.
+"""Frozen quantised expert weights: FP8 and MXFP4 stacks that kernels read packed, or that are decoded first.
 
 Sources: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433; Rouhani et al., "Microscaling Data
 Formats for Deep Learning", arXiv:2310.10537.
@@ -21,34 +21,34 @@ from .weights import check_parts
 
 FORMATS = ("fp8", "mxfp4")
 _MX_BLOCK = 32
-# The values of MXFP4 by their codes: a sign, two bits of exponent and one of mantissa.
+# Values of MXFP4 by code: a sign, two exponent bits and one mantissa bit.
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 
-# Up to so many rows an expert, on average, kernels of few rows read the codes; before more rows weights are decoded
-# where no kernels of many rows take them (measured on an H200, as is the bound below).
+# Largest average number of rows per expert at which few-row kernels read the codes. With more rows, weights are decoded
+# first unless many-row kernels take them (measured on an H200, as is _MOST_MANY_ROWS).
 MOST_ROWS: Dict[str, int] = {"fp8": 64, "mxfp4": 80}
-# Up to so many, kernels are those of few rows; those of more rows are Hopper's. Of FP8 they round x to FP8.
+# Largest number at which the few-row kernels run; Hopper's many-row kernels take more. For FP8 those round x to FP8.
 MOST_FEW_ROWS: Dict[str, int] = {"fp8": 3, "mxfp4": 24}
-# Hopper's kernels decode MXFP4 for each tile of rows: for more rows an expert to decode it once takes less time.
+# Hopper's kernels decode MXFP4 again for each tile of rows; with more rows per expert, decoding it once is faster.
 _MOST_MANY_ROWS = 768
 
 
 class QuantizedStack(NamedTuple):
-    """A quantised weight ``[experts, out, in]``, which ``experts_mlp`` takes in place of a tensor. It has no gradient.
+    """A quantised weight ``[experts, out, in]`` that ``experts_mlp`` accepts instead of a tensor. It has no gradient.
 
-    Of format ``"fp8"``, ``data`` is float8_e4m3fn ``[experts, out, in]``, and ``scales`` float32, an element for each
-    block of ``block = (rows, columns)`` values: ``[experts, ceil(out / rows), ceil(in / columns)]``.
+    For format ``"fp8"``, ``data`` is float8_e4m3fn ``[experts, out, in]``. ``scales`` is float32, with one element for
+    each block of ``block = (rows, columns)`` values: ``[experts, ceil(out / rows), ceil(in / columns)]``.
 
-    On Hopper GPUs calls of more than 3 rows an expert, on average, may round x and the hidden values to float8_e4m3fn
-    too, each 128 columns of a row by their largest value, as ``explain`` says.
+    On Hopper GPUs, calls with more than 3 rows per expert, on average, may also round x and the hidden values to
+    float8_e4m3fn, scaling each 128 columns of a row by their largest value; ``explain`` says if they do.
 
-    Of format ``"mxfp4"``, ``data`` is uint8 ``[experts, out, in / 2]``, or of any shape with these elements: two codes
-    of e2m1 in an element, the first in its lower bits. ``scales`` is uint8 ``[experts, out, in / 32]``: of a scale
-    ``s``, 32 values are multiplied by ``2 ** (s - 127)``; 255 stands for NaN. ``block`` is ``(1, 32)``. Kernels that
-    read the codes are exact for scales of ``2 ** -100`` to ``2 ** 33``; larger ones count as infinite.
+    For format ``"mxfp4"``, ``data`` is uint8 ``[experts, out, in / 2]``, or any shape with the same elements. Each
+    element holds two e2m1 codes, the first in its lower bits. ``scales`` is uint8 ``[experts, out, in / 32]``: a scale
+    ``s`` multiplies 32 values by ``2 ** (s - 127)``, and 255 stands for NaN. ``block`` is ``(1, 32)``. Kernels that
+    read the codes are exact for scales from ``2 ** -100`` to ``2 ** 33``; they treat larger ones as infinite.
 
-    Both are contiguous.
+    ``data`` and ``scales`` are contiguous.
     """
 
     data: Tensor
@@ -59,14 +59,14 @@ class QuantizedStack(NamedTuple):
 
     @classmethod
     def from_fp8(cls, weight: Tensor, scales: Tensor, block: Tuple[int, int] = (128, 128)) -> QuantizedStack:
-        """The stack of float8_e4m3fn values ``[experts, out, in]`` and their scales, sharing the memory of both."""
+        """Return a stack of float8_e4m3fn values ``[experts, out, in]`` that shares the memory of both arguments."""
         _check_tensors(weight, scales, "weight must be a tensor [experts, out, in]", 3)
         return cls(weight.detach(), scales.detach(), tuple(weight.shape), "fp8", tuple(block))
 
     @classmethod
     def from_mxfp4(cls, blocks: Tensor, scales: Tensor) -> QuantizedStack:
-        """The stack of a checkpoint of gpt-oss: ``blocks`` uint8 ``[experts, out, in / 32, 16]``, and ``scales`` uint8
-        ``[experts, out, in / 32]``. It shares the memory of both."""
+        """Return the stack of a gpt-oss checkpoint, sharing the memory of both arguments: ``blocks`` is uint8
+        ``[experts, out, in / 32, 16]``, and ``scales`` uint8 ``[experts, out, in / 32]``."""
         _check_tensors(blocks, scales, "blocks must be a tensor [experts, out, in / 32, 16]", 4)
         experts, out, count = blocks.shape[:3]
         return cls(blocks.detach(), scales.detach(), (experts, out, count * _MX_BLOCK), "mxfp4", (1, _MX_BLOCK))
@@ -76,7 +76,7 @@ class QuantizedStack(NamedTuple):
         return self.data.device
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weights as a tensor ``[experts, out, in]``: value times scale in float32, rounded to ``dtype`` once."""
+        """Return the weights ``[experts, out, in]``: value times scale in float32, rounded to ``dtype`` once."""
         if calls.pointwise_reason(self.data) is None and self.data.is_cuda and native.DEVICE_TYPE == "cuda":
             like = self.data.new_empty((), dtype=dtype)
             if dispatch.is_native("decoded_experts", like):
@@ -88,22 +88,22 @@ AnyStack = Union[Tensor, QuantizedStack]
 
 
 def is_any(*weights: AnyStack) -> bool:
-    """True if one of these is quantised."""
+    """True if at least one of the weights is a quantised stack."""
     return any(type(weight) is QuantizedStack for weight in weights)
 
 
 def layout_of(weight: QuantizedStack) -> List[int]:
-    """The numbers that the ops are given of a stack."""
+    """Return the sizes and the block of a stack, as the ops take them."""
     return [*weight.shape, *weight.block]
 
 
 def words_of(weight: QuantizedStack) -> str:
-    """The format of a stack, for reports."""
+    """Return the format of a stack in words, for reports."""
     return "mxfp4" if weight.format == "mxfp4" else f"fp8 in blocks of {weight.block[0]} x {weight.block[1]}"
 
 
 def run(given: Tuple[Any, ...], form: Form, given_adapters: Adapters = NO_ADAPTERS) -> Tensor:
-    """``experts_mlp`` of weights of which one at least is quantised. Operands are checked here."""
+    """Run ``experts_mlp`` with at least one quantised weight. The operands are checked here."""
     check(given, form, given_adapters)
     x = given[0]
     flat = tuple(tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() != 2 else tensor for tensor in given[:3])
@@ -112,7 +112,7 @@ def run(given: Tuple[Any, ...], form: Form, given_adapters: Adapters = NO_ADAPTE
 
 
 def check(given: Tuple[Any, ...], form: Form, given_adapters: Adapters = NO_ADAPTERS) -> None:
-    """Raises OperandTypeError or OperandValueError for operands that do not fit."""
+    """Raise OperandTypeError or OperandValueError for invalid operands."""
     x, index, weights, gate_up, down, *biases = given
     if form.transposed:
         raise OperandValueError("transposed must be False where weights are quantised, which are [experts, out, in]")
@@ -132,7 +132,7 @@ def check(given: Tuple[Any, ...], form: Form, given_adapters: Adapters = NO_ADAP
 
 
 def computed(given: Tuple[Any, ...], form: Form, given_adapters: Adapters = NO_ADAPTERS) -> Tensor:
-    """The result of operands that fit, x being ``[tokens, in]``.
+    """Return the result for checked operands, with x ``[tokens, in]``.
 
     Autograd keeps no decoded weight: the backward decodes it again.
     """
@@ -158,7 +158,7 @@ def _by_op(given: Tuple[Any, ...], form: Form) -> Tensor:
 
 
 def _has_many_rows(given: Tuple[Any, ...], form: Form) -> bool:
-    """True if a call is of many rows, and Hopper's kernels of them take it. Of FP8 they round rows to FP8 too."""
+    """True if a call has many rows and Hopper's kernels take it. For FP8 those also round the rows to FP8."""
     x, index, _, gate_up, down, *biases = given
     if gate_up.format != down.format or not native.is_hopper(x):
         return False
@@ -181,12 +181,12 @@ def _has_large_blocks(weight: QuantizedStack, parts: int) -> bool:
 
 
 def _composed(given: Tuple[Any, ...], form: Form, given_adapters: Adapters = NO_ADAPTERS) -> Tensor:
-    """By the experts of other weights. On a CPU the chosen experts alone are decoded."""
+    """Decode the weights and run the unquantised experts. On a CPU, only the chosen experts are decoded."""
     x, index, weights, *stacks = given
     dtype = torch.get_autocast_dtype(x.device.type) if operands.autocasts(x) else x.dtype
     if x.is_cpu and given_adapters == NO_ADAPTERS and calls.pointwise_reason(index) is None and not _is_traced():
         chosen = torch.unique(index[(index >= 0) & (index < stacks[0].shape[0])])
-        chosen = chosen if chosen.numel() > 0 else index.new_zeros(1)  # there must be an expert
+        chosen = chosen if chosen.numel() > 0 else index.new_zeros(1)  # at least one expert is required
         places = torch.full((stacks[0].shape[0] + 1,), chosen.numel(), dtype=torch.int64)
         places[chosen.long()] = torch.arange(chosen.numel())
         named = torch.where((index >= 0) & (index < stacks[0].shape[0]), index, stacks[0].shape[0])
@@ -200,7 +200,7 @@ def _composed(given: Tuple[Any, ...], form: Form, given_adapters: Adapters = NO_
 
 
 def _is_traced() -> bool:
-    """True where shapes may not depend on values."""
+    """True if shapes must not depend on values."""
     return torch.compiler.is_compiling() or bool(torch._C._len_torch_dispatch_stack()) or training.is_transformed()
 
 
@@ -231,7 +231,7 @@ def _decoded(weight: QuantizedStack, dtype: torch.dtype) -> Tensor:
 
 
 def refusal(given: Tuple[Any, ...], form: Form) -> Optional[str]:
-    """The reason why no kernel reads the codes of a call on operands that fit; None where one does."""
+    """Return why no kernel reads the codes in a call on checked operands; None if one does."""
     x, index, weights, gate_up, down, *biases = given
     if not (is_any(gate_up) and is_any(down)):
         return "one weight is not quantised"
@@ -273,7 +273,7 @@ def _of_stack(weight: QuantizedStack) -> Optional[str]:
 
 
 def explained(given: Tuple[Any, ...], form: Form, given_adapters: Adapters) -> Tuple[str, str, Tuple[plans.Part, ...]]:
-    """The backend of a call, the reason in words, and its parts."""
+    """Return the backend of a call, the reason in words, and its parts."""
     check(given, form, given_adapters)
     x, index, weights = (each if each.dim() == 2 else each.reshape(-1, each.shape[-1]) for each in given[:3])
     found = [each for each in given[3:5] if is_any(each)]

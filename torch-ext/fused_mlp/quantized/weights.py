@@ -1,4 +1,4 @@
-"""Frozen quantised weights: of four bits a value, NF4 and FP4, as bitsandbytes holds them, of FP8, int8 and int4.
+"""Frozen quantised weights: four-bit NF4 and FP4 as bitsandbytes stores them, FP8, int8 and int4.
 
 Sources: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", arXiv:2305.14314; Micikevicius et al., "FP8
 Formats for Deep Learning", arXiv:2209.05433.
@@ -20,8 +20,8 @@ from ..autograd import training
 from ..backends import native, reference
 from ..operands import OperandTypeError, OperandValueError, shape_of
 
-# The values of a format of four bits, by their codes. Those of NF4 are quantiles of a normal distribution; those of FP4
-# have a sign, two bits of exponent and one of mantissa.
+# Values of the four-bit formats by code. NF4 values are quantiles of a normal distribution; FP4 has a sign, two
+# exponent bits and one mantissa bit.
 _POSITIVE_FP4 = (0.0, 0.0052083333, 0.6666666667, 1.0, 0.3333333333, 0.5, 0.1666666667, 0.25)
 CODES: Dict[str, Tuple[float, ...]] = {
     "nf4": (
@@ -32,36 +32,36 @@ CODES: Dict[str, Tuple[float, ...]] = {
     "fp4": (*_POSITIVE_FP4, *(-value for value in _POSITIVE_FP4)),
 }
 TILES = "int4_tiles"
-# The formats whose blocks are of rows and columns, by the dtype of their data.
+# Formats with blocks of rows and columns, and the dtype of their data.
 BLOCKED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8, TILES: torch.int32}
 FORMATS = (*CODES, *BLOCKED)
 
 
 class QuantizedWeight(NamedTuple):
-    """A quantised weight ``[out, in]``, which functions take in the place of a tensor. It has no gradient.
+    """A quantised weight ``[out, in]`` that functions accept instead of a tensor. It has no gradient.
 
-    Of format ``"fp8"``, ``data`` is float8_e4m3fn ``[out, in]``, contiguous, and ``scales`` float32, contiguous, an
-    element for each block of ``block = (rows, columns)`` values: ``[ceil(out / rows), ceil(in / columns)]``. On Hopper
-    GPUs products of more than 32 rows of x (64 of a small weight) round these to float8_e4m3fn too, each 128 columns
-    of a row by their largest value, as ``explain`` says.
+    For format ``"fp8"``, ``data`` is float8_e4m3fn ``[out, in]``, contiguous. ``scales`` is float32, contiguous, with
+    one element for each block of ``block = (rows, columns)`` values: ``[ceil(out / rows), ceil(in / columns)]``. On
+    Hopper GPUs, products with more than 32 rows of x (64 for a small weight) also round x to float8_e4m3fn, scaling
+    each 128 columns of a row by their largest value; ``explain`` says if they do.
 
-    Of format ``"int8"`` the same holds for ``data`` of int8, and x is not rounded. Its scales are divided by
-    ``divisor``, which is 127 where they are the largest values of their blocks.
+    Format ``"int8"`` is the same with int8 ``data``, and x is not rounded. The scales are divided by ``divisor``, which
+    is 127 if they are the largest values of their blocks.
 
-    Of format ``"int4"`` the same holds for ``data`` of uint8, ``[out, in / 2]``: two values in an element, the first in
-    its lower bits, each more than what it stands for by the zero point of its block. The last five bits of a scale are
-    that zero point, 0 to 16, and no part of the scale. Kernels of few rows take blocks of a row whose columns are 64
-    times a power of two.
+    Format ``"int4"`` is the same with uint8 ``data`` ``[out, in / 2]``. Each element holds two values, the first in its
+    lower bits, with the zero point of the block added. The zero point, 0 to 16, is stored in the last five bits of the
+    scale and is not part of the scale. Few-row kernels support blocks of one row whose column count is 64 times a power
+    of two.
 
-    Of format ``"int4_tiles"``, ``data`` is int32 ``[out / 8, in / 128, 32, 4]``, as torch's ``_weight_int4pack_mm``
-    takes it, and ``scales`` bfloat16 ``[groups, out, 2]``, scales beside zeros: a value is
-    ``(code - 8) * scale + zero``. Both sizes are rounded up to whole tiles. On Hopper kernels of
-    few rows of bfloat16 take groups of 64 columns times a power of two; else such weights are decoded first.
+    For format ``"int4_tiles"``, ``data`` is int32 ``[out / 8, in / 128, 32, 4]``, as torch's ``_weight_int4pack_mm``
+    takes it. ``scales`` is bfloat16 ``[groups, out, 2]``, pairs of scale and zero: a value is
+    ``(code - 8) * scale + zero``. Both sizes are rounded up to whole tiles. On Hopper, kernels for few rows of bfloat16
+    support groups of 64 columns times a power of two; in other cases the weight is decoded first.
 
-    Of formats ``"nf4"`` and ``"fp4"``, ``data`` is uint8, contiguous, of any shape: two values in an element, row by
-    row, the first in its upper bits. Each is the code of one of 16 values times the scale of its block; ``block``
-    values that follow each other, across rows, share one. ``scales`` is float32 ``[blocks]``. Where they are ``nested``
-    it is uint8, and the scale of block ``i`` is
+    For formats ``"nf4"`` and ``"fp4"``, ``data`` is uint8, contiguous, of any shape. Each element holds two codes, in
+    row-major order, the first in its upper bits. A value is the code's entry in a table of 16, times the scale of its
+    block; a block is ``block`` consecutive values, which may span rows. ``scales`` is float32 ``[blocks]``. If the
+    scales are ``nested`` they are uint8, and the scale of block ``i`` is
     ``nested_code[scales[i]] * nested_scales[i // nested_block] + offset``; ``nested_code`` is float32 ``[256]``, and
     ``nested_scales`` float32 ``[ceil(blocks / nested_block)]``.
     """
@@ -79,11 +79,11 @@ class QuantizedWeight(NamedTuple):
 
     @classmethod
     def from_bitsandbytes(cls, weight: Tensor) -> QuantizedWeight:
-        """The weight of a ``Params4bit``, or of an ``Int8Params`` that has its scales, which shares its memory.
+        """Return the weight of a ``Params4bit``, or of an ``Int8Params`` that has its scales, sharing its memory.
 
-        Raises TypeError for what is none, ValueError for one that is not quantised yet, or packed for a CPU. A layer
-        that was called holds the scales of its ``Int8Params`` itself: ``from_int8(weight, layer.state.SCB,
-        divisor=127)``.
+        Raises TypeError for another type, and ValueError for a weight that is not quantised yet or was repacked for a
+        CPU. After its first call, a layer holds the scales of its ``Int8Params`` itself; use ``from_int8(weight,
+        layer.state.SCB, divisor=127)``.
         """
         if type(weight).__name__ == "Int8Params":
             data, scales = getattr(weight, "CB", None), getattr(weight, "SCB", None)
@@ -100,10 +100,11 @@ class QuantizedWeight(NamedTuple):
 
     @classmethod
     def from_fp8(cls, weight: Tensor, scales: Tensor, block: Tuple[int, int] = (128, 128)) -> QuantizedWeight:
-        """The weight of float8_e4m3fn values ``[out, in]``, which shares the memory of both.
+        """Return the weight of float8_e4m3fn values ``[out, in]``, sharing the memory of both arguments.
 
-        ``scales`` is float32: ``[ceil(out / rows), ceil(in / columns)]`` of blocks of ``block = (rows, columns)``
-        values; ``[out, 1]`` or ``[out]`` where a row has one, whatever ``block`` is; of one element for all.
+        ``scales`` is float32: ``[ceil(out / rows), ceil(in / columns)]`` for blocks of ``block = (rows, columns)``
+        values; ``[out, 1]`` or ``[out]`` for per-row scales, or one element for a per-tensor scale, whatever ``block``
+        is.
         """
         shape = _shape_of("weight", weight)
         return cls(weight.detach(), _detached(scales), shape, "fp8", _block_of(shape, scales, block))
@@ -112,10 +113,11 @@ class QuantizedWeight(NamedTuple):
     def from_int8(
         cls, weight: Tensor, scales: Tensor, block: Tuple[int, int] = (128, 128), divisor: int = 1
     ) -> QuantizedWeight:
-        """The same of int8 values ``[out, in]``; the scales are divided by ``divisor``.
+        """Return the weight of int8 values ``[out, in]``; arguments as in :meth:`from_fp8`, scales divided by
+        ``divisor``.
 
-        bitsandbytes' ``CB`` and ``SCB`` are values and scales with a divisor of 127, torchao's ``qdata`` and ``scale``
-        with one of 1.
+        bitsandbytes' ``CB`` and ``SCB`` are values and scales with a divisor of 127; torchao's ``qdata`` and ``scale``
+        have a divisor of 1.
         """
         shape = _shape_of("weight", weight)
         block = _block_of(shape, scales, block)
@@ -123,12 +125,12 @@ class QuantizedWeight(NamedTuple):
 
     @classmethod
     def from_int4(cls, weight: Tensor, scales: Tensor, zeros: Union[int, Tensor] = 8) -> QuantizedWeight:
-        """The weight of values of 0 to 15, less a zero point, in groups of a row, sharing the memory of ``weight``.
+        """Return the weight of values 0 to 15 minus a zero point, in groups of a row, sharing the memory of ``weight``.
 
-        ``weight`` is uint8 ``[out, in / 2]`` or int32 ``[out, in / 8]``, the first value of an element in its lowest
-        bits, as compressed-tensors packs them (``weight_packed``). ``scales`` is ``[out, groups]``, and ``zeros`` one
-        integer of 0 to 16, or a tensor of these, of the shape of the scales. Both are copied once, here, as float32
-        scales of 19 bits, which hold those of 16 bits exactly.
+        ``weight`` is uint8 ``[out, in / 2]`` or int32 ``[out, in / 8]``, with the first value of an element in its
+        lowest bits, as compressed-tensors packs them (``weight_packed``). ``scales`` is ``[out, groups]``. ``zeros`` is
+        an integer from 0 to 16, or a tensor of such integers with the shape of the scales. Both are copied here, into
+        float32 scales rounded to 19 bits, which represent 16-bit scales exactly.
         """
         out, columns = _shape_of("weight", weight)
         if weight.dtype not in (torch.uint8, torch.int32) or not weight.is_contiguous():
@@ -156,13 +158,13 @@ class QuantizedWeight(NamedTuple):
     def from_int4_tiles(
         cls, weight: Tensor, scales_and_zeros: Tensor, shape: Tuple[int, int], group: int
     ) -> QuantizedWeight:
-        """The weight of ``shape`` ``[out, in]`` in four bits that torch's ``_weight_int4pack_mm`` takes.
+        """Return the four-bit weight of ``shape`` ``[out, in]`` that torch's ``_weight_int4pack_mm`` takes.
 
         ``weight`` is int32 ``[out / 8, in / 128, 32, 4]`` and ``scales_and_zeros`` bfloat16 ``[groups, out, 2]``, both
-        sizes rounded up to whole tiles; torchao's ``Int4TilePackedTo4dTensor`` holds them as ``qdata`` and
+        sizes rounded up to whole tiles; torchao's ``Int4TilePackedTo4dTensor`` calls them ``qdata`` and
         ``scale_and_zero``. Their memory is shared. ``group`` columns of a row, a multiple of 32, share a scale, and
-        ``in`` must be a multiple of 8. Raises :class:`OperandTypeError` where ``weight`` has another shape; what else
-        does not fit is an error of the call that is given the weight.
+        ``in`` must be a multiple of 8. Raises :class:`OperandTypeError` if ``weight`` has another shape; other invalid
+        values raise when the weight is used.
         """
         if not isinstance(weight, Tensor) or weight.dim() != 4 or weight.shape[2:] != (32, 4):
             raise OperandTypeError(f"weight must be a tensor [out / 8, in / 128, 32, 4], got {shape_of(weight)}")
@@ -177,11 +179,11 @@ class QuantizedWeight(NamedTuple):
         g_idx: Optional[Tensor] = None,
         checkpoint_format: str = "gptq",
     ) -> QuantizedWeight:
-        """The weight of a layer of four bits in a checkpoint of GPTQ, as a copy.
+        """Return the four-bit weight of a layer in a GPTQ checkpoint, as a copy.
 
         ``qweight`` is int32 ``[in / 8, out]``, ``qzeros`` int32 ``[groups, out / 8]``, ``scales`` ``[groups, out]``.
-        ``checkpoint_format`` is that of the quantisation's configuration, ``"gptq"`` or ``"gptq_v2"``: the first holds
-        zero points less one. Raises ValueError where ``g_idx``, ``[in]``, has groups that are not adjacent (act-order).
+        ``checkpoint_format`` is that of the quantisation config: ``"gptq"``, which stores zero points minus one, or
+        ``"gptq_v2"``. Raises ValueError if the groups of ``g_idx``, ``[in]``, are not adjacent (act-order).
         """
         _check_words(qweight, qzeros, scales, "[in / 8, out]")
         if checkpoint_format not in ("gptq", "gptq_v2"):
@@ -194,7 +196,7 @@ class QuantizedWeight(NamedTuple):
 
     @classmethod
     def from_awq(cls, qweight: Tensor, qzeros: Tensor, scales: Tensor) -> QuantizedWeight:
-        """The weight of a layer of four bits in a checkpoint of AWQ (of its version ``gemm``), as a copy.
+        """Return the four-bit weight of a layer in an AWQ checkpoint (version ``gemm``), as a copy.
 
         ``qweight`` is int32 ``[in, out / 8]``, ``qzeros`` int32 ``[groups, out / 8]``, ``scales`` ``[groups, out]``.
         """
@@ -218,7 +220,7 @@ class QuantizedWeight(NamedTuple):
         return 2
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight as a tensor ``[out, in]``: code times scale in float32, rounded to ``dtype`` once."""
+        """Return the weight as a tensor ``[out, in]``: code times scale in float32, rounded to ``dtype`` once."""
         given = operands_of(self)
         like = self.data.new_empty((), dtype=dtype)
         by_op = calls.pointwise_reason(self.data) is None and dispatch.is_native("quantized_decode", like)
@@ -226,14 +228,14 @@ class QuantizedWeight(NamedTuple):
 
 
 AnyWeight = Union[Tensor, QuantizedWeight]
-_LARGEST = 127  # value of bitsandbytes' int8
-_ZERO_BITS, _MOST_ZERO = 31, 16  # of a scale of int4
-_TILE = 8, 128  # rows and columns of int4 in tiles
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the places in a word of the values of adjacent columns
+_LARGEST = 127  # largest int8 value in bitsandbytes
+_ZERO_BITS, _MOST_ZERO = 31, 16  # the last five bits of an int4 scale, and the largest zero point there
+_TILE = 8, 128  # rows and columns of a tile of int4_tiles
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # positions within a word of the values of adjacent columns
 
 
 def _check_words(qweight: Tensor, qzeros: Tensor, scales: Tensor, shape: str) -> None:
-    """Checks the tensors of a checkpoint of GPTQ or AWQ, dtypes and shapes; ``shape`` is that of ``qweight``."""
+    """Check dtypes and shapes of the tensors of a GPTQ or AWQ checkpoint; ``shape`` is that of ``qweight``."""
     for name, tensor, axes in (("qweight", qweight, shape), ("qzeros", qzeros, "[groups, out / 8]")):
         if not isinstance(tensor, Tensor) or tensor.dtype != torch.int32 or tensor.dim() != 2:
             raise OperandTypeError(f"{name} must be a tensor {axes} of torch.int32, got {shape_of(tensor)}")
@@ -247,13 +249,13 @@ def _check_words(qweight: Tensor, qzeros: Tensor, scales: Tensor, shape: str) ->
 
 
 def _values_of(words: Tensor, order: Iterable[int]) -> Tensor:
-    """The values of words of eight each, ``[rows, 8 words]``, as uint8; ``order`` has their places in a word."""
+    """Unpack words of eight values to uint8 ``[rows, 8 words]``; ``order`` gives their positions within a word."""
     values = [(words >> 4 * place & 15).to(torch.uint8) for place in order]
     return torch.stack(values, dim=-1).flatten(1)
 
 
 def _groups(width: int, count: int, like: Tensor) -> Tensor:
-    """The groups of columns, where all have as many that are adjacent."""
+    """Return the group of each column, with ``count`` groups of equally many adjacent columns."""
     return torch.arange(width, dtype=torch.int32, device=like.device) // max(1, width // max(1, count))
 
 
@@ -270,7 +272,7 @@ def _detached(scales: Any) -> Tensor:
 
 
 def _block_of(shape: Tuple[int, int], scales: Tensor, block: Tuple[int, int]) -> Tuple[int, int]:
-    """The block of scales by their shape: of a row, of all, or as it is given."""
+    """Derive the block from the shape of the scales: one per row, one for all, or ``block`` as given."""
     out, width = shape
     if isinstance(scales, Tensor) and tuple(scales.shape) in ((out, 1), (out,)):
         return 1, max(1, width)
@@ -280,8 +282,8 @@ def _block_of(shape: Tuple[int, int], scales: Tensor, block: Tuple[int, int]) ->
 
 
 def of_state(weight: Tensor, state: Any, offset: float) -> QuantizedWeight:
-    """The weight of a ``Params4bit`` with this ``QuantState``, whose offset is known."""
-    with torch._C.DisableTorchFunctionSubclass():  # a plain tensor, not one of the weight's class
+    """Return the weight of a ``Params4bit`` with this ``QuantState`` and a known offset."""
+    with torch._C.DisableTorchFunctionSubclass():  # return a plain tensor, not the weight's subclass
         data = weight.detach()
         data = data if data.dtype is torch.uint8 else data.view(torch.uint8)
     nested = (state.state2.absmax, state.state2.code, state.state2.blocksize) if state.nested else (None, None, 256)
@@ -289,16 +291,16 @@ def of_state(weight: Tensor, state: Any, offset: float) -> QuantizedWeight:
 
 
 def held(weight: Any, offset: Optional[float]) -> Optional[QuantizedWeight]:
-    """The weight of a ``Params4bit`` with this offset; None where that is None."""
+    """Return the weight of a ``Params4bit`` with this offset; None if ``offset`` is None."""
     return None if offset is None else of_state(weight, weight.quant_state, offset)
 
 
 def operands_of(weight: QuantizedWeight) -> Tuple[List[Optional[Tensor]], List[int], float]:
-    """The operands of the ops: tensors, layout and offset."""
+    """Return the operands of the ops: tensors, layout and offset."""
     if weight.format in BLOCKED:
         divisor = weight.divisor if weight.format == "int8" else 0
         if weight.format == TILES:
-            divisor = weight.data.shape[1] * _TILE[1]  # the columns, with what fills them up
+            divisor = weight.data.shape[1] * _TILE[1]  # the columns, with padding
         return [weight.data, weight.scales, None, None, None], [*weight.shape, *weight.block, divisor], 0.0
     layout = [*weight.shape, 1, weight.block, 0 if weight.nested_scales is None else weight.nested_block]
     code = code_of(weight.format, weight.device)
@@ -306,7 +308,7 @@ def operands_of(weight: QuantizedWeight) -> Tuple[List[Optional[Tensor]], List[i
 
 
 def code_of(format: str, device: torch.device) -> Tensor:
-    """The values of a format of four bits, float32 ``[16]``."""
+    """Return the values of a four-bit format, float32 ``[16]``."""
     is_seen = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
     return (_made_code if is_seen else _cached_code)(format, device)
 
@@ -319,20 +321,20 @@ _cached_code = functools.lru_cache(maxsize=64)(_made_code)
 
 
 def is_any(*weights: AnyWeight) -> bool:
-    """True if one of these is quantised."""
-    for weight in weights:  # noqa: SIM110 (a generator costs more than what it runs)
+    """True if at least one of the weights is quantised."""
+    for weight in weights:  # noqa: SIM110 (a generator costs more than the loop)
         if type(weight) is QuantizedWeight:
             return True
     return False
 
 
 def are_blocked(*weights: AnyWeight) -> bool:
-    """True if these are all of formats in blocks of rows and columns, FP8 and integers, and there is one."""
+    """True if all weights have a format with blocks of rows and columns (FP8, integers), and there is at least one."""
     return bool(weights) and all(type(each) is QuantizedWeight and each.format in BLOCKED for each in weights)
 
 
 def words_of(weights: Iterable[Optional[QuantizedWeight]]) -> str:
-    """The formats of weights, for reports."""
+    """Return the formats of weights in words, for reports."""
     return " and ".join(dict.fromkeys(_words_of(each) for each in weights if each is not None))
 
 
@@ -346,22 +348,22 @@ def _words_of(weight: QuantizedWeight) -> str:
 
 
 def stand_ins(x: Tensor, /, **weights: AnyWeight) -> List[Tensor]:
-    """Weights by the names of the arguments, for the checks of functions: of a quantised one a tensor of its shape.
+    """Return the weights in the order of the keywords, with a tensor of the same shape for each quantised one.
 
-    Raises OperandTypeError or OperandValueError for a quantised weight that is none.
+    The checks of functions run on these. Raises OperandTypeError or OperandValueError for an invalid quantised weight.
     """
     return [_stand_in(x, name, weight) if is_any(weight) else weight for name, weight in weights.items()]
 
 
 def _stand_in(x: Tensor, name: str, weight: QuantizedWeight) -> AnyWeight:
-    if not isinstance(x, Tensor):  # of which the check of the function speaks
+    if not isinstance(x, Tensor):  # the function's own check reports it
         return weight
     _check(x, name, weight)
     return shape_alone(weight, x.dtype)
 
 
 def shape_alone(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """A tensor of the shape of a weight, without values of its own, for what reads no value."""
+    """Return a tensor with the shape of a weight and no storage of its own, for code that reads no values."""
     return torch.empty((), dtype=dtype, device=weight.device).expand(weight.shape)
 
 
@@ -435,7 +437,7 @@ def _check_tiles(x: Tensor, name: str, weight: QuantizedWeight) -> None:
 
 
 def fits_tiles(weight: QuantizedWeight) -> bool:
-    """True if a weight of int4 in tiles is one that the op takes."""
+    """True if the op supports a weight of int4 in tiles."""
     try:
         _check_tiles(weight.data, "weight", weight)
     except (OperandTypeError, OperandValueError):
@@ -444,7 +446,7 @@ def fits_tiles(weight: QuantizedWeight) -> bool:
 
 
 def check_parts(x: Tensor, name: str, weight: Any, wanted: Dict[str, Tuple[torch.dtype, int]]) -> None:
-    """Checks each tensor of a weight, or of a stack of them: its dtype, how many elements it has, and where it is."""
+    """Check each tensor of a weight or stack: dtype, number of elements, device and contiguity."""
     for part, (dtype, count) in wanted.items():
         tensor = getattr(weight, part)
         if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
@@ -463,7 +465,7 @@ def check_parts(x: Tensor, name: str, weight: Any, wanted: Dict[str, Tuple[torch
 
 
 def halves(both: QuantizedWeight, up_first: bool) -> Optional[Tuple[QuantizedWeight, QuantizedWeight]]:
-    """The gate's and the up's half of a weight that holds both; None where a block reaches across the middle."""
+    """Return the gate half and the up half of a packed weight; None if a block spans the middle."""
     if both.format in BLOCKED:
         return _halves_blocked(both, up_first)
     features, width = both.shape[0] // 2, both.shape[1]
@@ -489,7 +491,7 @@ def halves(both: QuantizedWeight, up_first: bool) -> Optional[Tuple[QuantizedWei
 
 def _halves_blocked(both: QuantizedWeight, up_first: bool) -> Optional[Tuple[QuantizedWeight, QuantizedWeight]]:
     (out, width), (rows, columns) = both.shape, both.block
-    if both.format == TILES:  # whose scales lie along the outputs
+    if both.format == TILES:  # their scales lie along the outputs
         return None
     features, of_row = out // 2, -(-width // columns)
     if out % 2 != 0 or (rows < out and features % rows != 0):
@@ -506,7 +508,7 @@ def _halves_blocked(both: QuantizedWeight, up_first: bool) -> Optional[Tuple[Qua
 
 
 def run(x: Tensor, layers: Any, activation: int) -> Tensor:
-    """The result of layers (``adapters.Layers``) that are all quantised, without adapters and autograd, by one op."""
+    """Run layers (``adapters.Layers``) that are all quantised, without adapters or autograd, as one op."""
     weights, layouts, offsets, biases = lists_of(layers)
     gated = layers.up is not None
     linear, mlp = (native.quantized_linear, native.quantized_mlp) if torch.compiler.is_compiling() else _plain_ops
@@ -516,13 +518,13 @@ def run(x: Tensor, layers: Any, activation: int) -> Tensor:
 
 
 def lists_of(layers: Sequence[Optional[Any]]) -> Tuple[List[Any], ...]:
-    """The lists that the op of an MLP is given: the operands of the weights, the layouts, the offsets, the biases."""
+    """Return the lists that the MLP op takes: operands of the weights, layouts, offsets, biases."""
     there = [layer for layer in layers if layer is not None]
     return (*operand_lists(layer.weight for layer in there), [layer.bias for layer in there])
 
 
 def operand_lists(weights: Iterable[QuantizedWeight]) -> Tuple[List[Any], ...]:
-    """The same of weights: their operands, the layouts, the offsets."""
+    """Return the lists of weights alone: their operands, layouts and offsets."""
     lists: Tuple[List[Any], ...] = [], [], []
     for weight in weights:
         tensors, layout, offset = operands_of(weight)
@@ -531,12 +533,12 @@ def operand_lists(weights: Iterable[QuantizedWeight]) -> Tuple[List[Any], ...]:
     return lists
 
 
-# Without what OpOverload does before them in Python, for calls that nothing traces.
+# These skip OpOverload's Python overhead, in calls that are not traced.
 _plain_ops = tuple(getattr(op, "_op", op) for op in (native.quantized_linear, native.quantized_mlp))
 
 
 def product(x: Tensor, weight: QuantizedWeight, bias: Optional[Tensor]) -> Tensor:
-    """``x weight^T + bias`` by PyTorch's product. Autograd keeps no decoded weight: the backward decodes it again."""
+    """Return ``x weight^T + bias`` by PyTorch's GEMM. Autograd keeps no decoded weight; the backward decodes again."""
     if calls.autograd_follows(x, bias) and not (training.is_transformed() and not torch.compiler.is_compiling()):
         return checkpoint(_product, x, weight, bias, use_reentrant=False, preserve_rng_state=False)
     return _product(x, weight, bias)

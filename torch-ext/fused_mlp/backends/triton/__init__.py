@@ -1,4 +1,4 @@
-"""Triton kernels, for every GPU that Triton compiles for. Without Triton this module imports and refuses."""
+"""Triton kernels, for every GPU that Triton compiles for. Without Triton, this module imports and refuses all calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from .devices import on_gpu
 
 _SPEC = find_spec("triton")
-INSTALLED = _SPEC is not None and _SPEC.origin is not None  # a mere folder of that name has no origin
+INSTALLED = _SPEC is not None and _SPEC.origin is not None  # a plain folder of that name has no origin
 INTERPRETED = False
 
 if INSTALLED:
@@ -19,7 +19,7 @@ if INSTALLED:
 
     from .ops import act_and_mul, act_and_mul_backward, experts_mlp, gated_linear, gated_mlp, linear, mlp
 
-    INTERPRETED = triton.knobs.runtime.interpret  # when the kernels were defined, which is what counts
+    INTERPRETED = triton.knobs.runtime.interpret  # as of the definition of the kernels, which is when it takes effect
 
 __all__ = [
     "act_and_mul",
@@ -37,12 +37,12 @@ _MIN_CAPABILITY = (8, 0)
 
 
 def refusal(op: str, x: Tensor) -> Optional[str]:
-    """The reason why no Triton kernel takes ``op`` on ``x``: no Triton, another device or dtype, a GPU too old."""
+    """Return why no Triton kernel takes ``op`` on ``x``: no Triton, an unsupported device or dtype, or an old GPU."""
     if not INSTALLED:
         return "triton is not installed"
     if x.dtype not in _DTYPES:
         return f"no Triton kernel for {x.dtype}"
-    if INTERPRETED:  # whose bfloat16 products are garbage, and whose rounding to bfloat16 truncates
+    if INTERPRETED:  # the interpreter's bfloat16 GEMMs are garbage, and its rounding to bfloat16 truncates
         return "Triton's interpreter computes bfloat16 wrongly" if x.dtype == torch.bfloat16 else None
     if not on_gpu(x):
         return f"Triton kernels run on GPUs and x is on {x.device.type}"

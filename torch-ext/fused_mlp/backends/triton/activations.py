@@ -1,7 +1,7 @@
-"""The activations and their derivatives in Triton: fp32 in, fp32 out, chosen at compile time by the table's code.
+"""The activations and their derivatives in Triton: fp32 in, fp32 out, selected at compile time by the table's code.
 
-EXACT asks for fp32 results as good as PyTorch's own; without it the hardware's exponential and division are taken as
-they come, whose errors vanish when the result is rounded to 16 bits.
+EXACT requests fp32 results as accurate as PyTorch's. Without it the kernels use the hardware's exponential and
+division, whose errors vanish when the result is rounded to 16 bits.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ TANH_SLOPE = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi), for 0.5 (1 + ta
 TANH_CUBIC = tl.constexpr(0.044715 * 1.5957691216057308)
 QUICK_SLOPE = tl.constexpr(1.702)
 LOG2_E = tl.constexpr(1.4426950408889634)
-LN2_HIGH = tl.constexpr(0.693359375)  # few bits, so that a small integer times it is exact
+LN2_HIGH = tl.constexpr(0.693359375)  # few bits, so that its product with a small integer is exact
 LN2_LOW = tl.constexpr(-2.1219444005469057e-4)
 
-# Below, a tensor stands left of a constant: the interpreter would make a constant of what a constant is multiplied by.
+# Below, tensors are the left operands of constants, because the interpreter turns constant * tensor into a constant.
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def _exp(x, EXACT: tl.constexpr):
     """exp(x) for x <= 0"""
     if EXACT:
         # tl.exp(x) is 2^(x log2 e), and rounding that product costs accuracy in proportion to x: reduce x first.
-        x = tl.maximum(x, -104.0, propagate_nan=tl.PropagateNan.ALL)  # whose exponential is 0 in fp32
+        x = tl.maximum(x, -104.0, propagate_nan=tl.PropagateNan.ALL)  # exp(-104) is 0 in fp32
         n = tl.floor(x * LOG2_E + 0.5)
         return tl.exp((x - n * LN2_HIGH) - n * LN2_LOW) * tl.exp2(n)
     else:
@@ -50,7 +50,7 @@ def _sigmoid_tail(x, EXACT: tl.constexpr):
     e = _exp(-tl.abs(x), EXACT)
     tail = e / (e + 1.0)
     if EXACT:
-        # One Newton step corrects the division, whose IEEE form would branch for operands that do not occur here.
+        # One Newton step corrects the division; IEEE division would branch for operands that do not occur here.
         tail += tl.fma(-tail, e + 1.0, e) / (e + 1.0)
     return tail
 
@@ -91,15 +91,15 @@ def activate(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def derivative(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
-    # If x sigmoid(z) is differentiated, x comes last: its factor has vanished before x z' could overflow.
+    # In derivatives of x sigmoid(z), x comes last: its factor has vanished before x z' could overflow.
     if ACTIVATION == LINEAR:
         return tl.full(x.shape, 1.0, tl.float32)
     elif ACTIVATION == GELU:
         density = _exp(x * x * -0.5, EXACT) * INV_SQRT_2PI
         return 0.5 * (tl.erf(x * SQRT_HALF) + 1.0) + x * density
     elif ACTIVATION == GELU_TANH:
-        # The derivative is 0 or 1 to the last bit well inside these bounds, and the slope overflows far outside. At
-        # infinity it is NaN.
+        # The derivative is exactly 0 or 1 well inside these bounds, and the slope overflows far outside. It is NaN at
+        # infinity.
         x = tl.clamp(x, -32.0, 32.0, propagate_nan=tl.PropagateNan.ALL) + (x - x)
         z = x * (x * x * TANH_CUBIC + TANH_SLOPE)
         slope = x * x * TANH_CUBIC * 3.0 + TANH_SLOPE

@@ -1,7 +1,7 @@
-"""Launch parameters of the GEMM kernel: measured ones where configs/ has a file, else computed from the shape and GPU.
+"""Launch parameters of the GEMM kernel: measured ones if configs/ has a file, else computed from the shape and GPU.
 
-A file holds, for one op, weight shape and GPU, the best parameters found for each tuned M (the rows of x); tune.py of
-the repository's workbench writes them. They are measured on 16-bit operands and used for those alone.
+A file holds the best parameters of one op, weight shape and GPU for each tuned M (number of rows of x). The
+repository's tune.py writes these files. They are measured on 16-bit operands and used only for those.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Gpu(NamedTuple):
     """The properties of a GPU that the choice of launch parameters depends on."""
 
     name: str
-    capability: int  # 90 for 9.0, and 0 where the GPU is not NVIDIA's
-    shared_memory: int  # bytes that one block may take
+    capability: int  # 90 for 9.0, and 0 if the GPU is not NVIDIA's
+    shared_memory: int  # bytes that one block may use
     multiprocessors: int
 
 
-# A lower bound for the GPUs of AMD and Intel. None has been measured.
+# A lower bound for GPUs of AMD and Intel, none of which was measured.
 _LEAST_SHARED_MEMORY = 64 * 1024
 
 
@@ -49,7 +49,7 @@ def gpu(device: torch.device) -> Gpu:
     )
 
 
-# The interpreter stands in for an H100, so that the kernels run as they would there.
+# The interpreter uses the properties of an H100, so that kernels run as they would there.
 INTERPRETER = Gpu("interpreter", 90, 227 * 1024, 132)
 
 
@@ -59,11 +59,11 @@ def file_name(op: str, N: int, K: int, device_name: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def launch_config(op: str, M: int, N: int, K: int, element_size: int, wide: bool, gpu: Gpu) -> Config:
-    """Parameters for ``op`` (``"linear"`` or ``"gated_linear"``) on x [M, K] and weights [N, K]: tuned ones, taken from
-    the nearest tuned M in log space, or :func:`default_config`.
+    """Return parameters for ``op`` (``"linear"`` or ``"gated_linear"``) on x [M, K] and weights [N, K]: those of the
+    nearest tuned M in log space, or :func:`default_config`.
 
-    ``wide``: tensor cores multiply and the loads are vectorized. Else an operand's elements, or their addresses, pass
-    through registers, and only small tiles fit there.
+    ``wide`` means that tensor cores multiply and loads are vectorised. Otherwise the elements of an operand, or their
+    addresses, pass through registers, where only small tiles fit.
     """
     tuned = _tuned_configs(file_name(op, N, K, gpu.name)) if wide and element_size == 2 else None
     if tuned is None:
@@ -80,10 +80,10 @@ def _tuned_configs(name: str) -> Optional[Dict[int, Config]]:
 
 
 def default_config(op: str, M: int, N: int, element_size: int, wide: bool, gpu: Gpu) -> Config:
-    """The largest tile whose accumulators stay in registers, cut to fit M and to give every multiprocessor a tile."""
+    """Return the largest tile whose accumulators fit in registers, cut to fit M and to occupy every multiprocessor."""
     weights = 2 if op == "gated_linear" else 1
     if wide:
-        # Hopper and its successor for data centres multiply out of shared memory, the others out of registers.
+        # Hopper and its data-centre successor multiply from shared memory, other GPUs from registers.
         block_m, block_n = 128, 128 if 90 <= gpu.capability < 120 else 256 // element_size // weights
     else:
         block_m, block_n = 64, 64 // weights
@@ -97,7 +97,7 @@ def default_config(op: str, M: int, N: int, element_size: int, wide: bool, gpu: 
         block_n //= 2
     if block_m > least_m and not fills(block_m, block_n):
         block_m //= 2
-    # Bytes of a row that one step takes: a cache line, or two where rows are few, latency counts and three stages fit.
+    # Bytes of a row per step: a cache line, or two if rows are few, latency dominates and three stages fit.
     rows, shared_memory = block_m + weights * block_n, gpu.shared_memory - 1024  # 1 KiB for the barriers
     two_lines = gpu.capability and block_m <= 64 and 3 * 256 * rows <= shared_memory
     k_bytes = 64 if not wide else 256 if two_lines else 128
@@ -110,5 +110,5 @@ def default_config(op: str, M: int, N: int, element_size: int, wide: bool, gpu: 
         "num_warps": 4 if wide and weights * block_m * block_n < 128 * 128 else 8,
         "num_stages": min(6 if block_m >= 64 else 4, shared_memory // (rows * k_bytes)) if gpu.capability else 2,
     }
-    # Unless told that it may take every register, NVIDIA's assembler spills some to fit one block more.
+    # Unless it may use every register, NVIDIA's assembler spills some to fit one more block.
     return config if wide or not gpu.capability else {**config, "maxnreg": 255}

@@ -1,4 +1,4 @@
-"""The GPUs that Triton compiles for: NVIDIA's and AMD's, which are torch.cuda's both, and Intel's, torch.xpu's."""
+"""The GPUs that Triton compiles for: NVIDIA's and AMD's, both torch.cuda, and Intel's, torch.xpu."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ def on_gpu(x: Tensor) -> bool:
 
 
 def device_of(x: Tensor) -> ContextManager[None]:
-    """Makes the GPU of ``x`` the current one, which Triton launches on; without effect for another device."""
+    """Make the GPU of ``x`` current, since Triton launches on the current one; no effect for other devices."""
     return (torch.xpu if x.is_xpu else torch.cuda).device_of(x)

@@ -1,7 +1,7 @@
-"""The experts of a mixture in four launches, which never wait for the host: routing, both products, the weighted sums.
+"""Experts of a mixture in four launches without a host sync: routing, two grouped GEMMs, weighted sums.
 
-A slot is one choice of one token, a row a slot after sorting by expert. The grids are of the most tiles that there can
-be, since only the device knows how the rows fall on the experts; a program without a tile returns.
+A slot is one choice of one token; a row is a slot after sorting by expert. Each grid has as many programs as there can
+be tiles, because only the device knows how the rows are distributed over the experts; a program without a tile returns.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from .rows import as_rows
 
 @triton.jit
 def route_kernel(index_ptr, slots_ptr, ends_ptr, slots, BLOCK: tl.constexpr):
-    """Program e finds the slots of expert e, in their order, and writes them to its rows; ``ends`` is where those end.
+    """Program e finds the slots of expert e, in their order, and writes them to its rows, which end at ``ends[e]``.
 
-    Every program reads the whole index twice: first for how many rows come before its own.
+    Every program reads the whole index twice, the first time to count the rows before its own.
     """
     expert = tl.program_id(0)
     before = tl.zeros((BLOCK,), tl.int32)
@@ -45,7 +45,7 @@ def route_kernel(index_ptr, slots_ptr, ends_ptr, slots, BLOCK: tl.constexpr):
 
 @triton.jit
 def _tile_of_program(ends_ptr, experts, tile, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
-    """The expert of a tile of rows, the tile's first row, and where the expert's rows end; none past the last tile."""
+    """Return the expert of a row tile, the first row of the tile and the end of the expert; none if past all tiles."""
     number = tl.arange(0, EXPERTS)
     exists = number < experts
     ends = tl.load(ends_ptr + number, mask=exists, other=0)
@@ -61,14 +61,15 @@ def _tile_of_program(ends_ptr, experts, tile, BLOCK_M: tl.constexpr, EXPERTS: tl
 
 @triton.jit
 def _plus_product(acc, x_tile, w_tile, exists, INPUT_PRECISION: tl.constexpr, EXACT: tl.constexpr):
-    """``acc`` plus the product of two tiles.
+    """Return ``acc`` plus the product of two tiles.
 
-    In full float32 the product is a chain of rounded additions. One through all of K rounds three times as much as
-    PyTorch's sums, for K = 3000; with a chain for each tile, and their sums added up, it is less than those.
+    In full float32 the product is a chain of rounded additions. For K = 3000, one chain through all of K has three
+    times the rounding error of PyTorch's sums; one chain per tile, with their sums added up, has less error than
+    PyTorch.
     """
     if EXACT:
         product = tl.dot(x_tile, w_tile, input_precision=INPUT_PRECISION)
-        return acc + tl.where(exists[:, None], product, 0.0)  # a bare sum Triton would turn into one chain again
+        return acc + tl.where(exists[:, None], product, 0.0)  # Triton would merge a plain sum into one chain
     else:
         return tl.dot(x_tile, w_tile, acc, input_precision=INPUT_PRECISION)
 
@@ -89,14 +90,14 @@ def grouped_kernel(
     expert_stride,
     feature_stride,
     column_stride,
-    up_weight_offset,  # from a gate's row of weights to that of its up, in elements
+    up_weight_offset,  # elements from the weight row of a gate to that of its up
     bias_expert_stride,
     bias_stride,
     up_bias_offset,
     limit,
     up_offset,
-    TOP_K: tl.constexpr,  # x has a row for so many slots; 0 where it has one for each row
-    SCATTER: tl.constexpr,  # to slots; else rows are written
+    TOP_K: tl.constexpr,  # slots per row of x; 0 if x has one row per sorted row
+    SCATTER: tl.constexpr,  # write to slots; otherwise write to rows
     GATED: tl.constexpr,
     LIMITED: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -106,7 +107,7 @@ def grouped_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One layer: rows by the weights of their expert, bias, activation and gate."""
+    """One layer: rows times the weights of their expert, bias, activation and gate."""
     tile = tl.program_id(0) % row_tiles
     expert, begin, end = _tile_of_program(ends_ptr, experts, tile, BLOCK_M, EXPERTS)
     if expert < experts:
@@ -150,7 +151,7 @@ def grouped_kernel(
 def add_up_kernel(
     rows_ptr, index_ptr, weights_ptr, out_ptr, experts, features, TOP_K: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """out [T, features]: the rows of the slots of a token, each times its weight, in their order."""
+    """Write out [T, features]: the sum of the rows of a token's slots times their weights, in slot order."""
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -210,7 +211,7 @@ _LINEAR = get_activation("linear").code
 def _grouped(
     out: Tensor,
     x: Tensor,
-    weight: Tensor,  # [E, in, out], of any strides
+    weight: Tensor,  # [E, in, out], any strides
     bias: Optional[Tensor],
     rows: Tuple[Tensor, Tensor, int],
     form: Form,
@@ -222,7 +223,7 @@ def _grouped(
     if N == 0:
         return
     expert_stride, column_stride, feature_stride = weight.stride()
-    between = 1 if form.interleaved else N  # a gate's row of weights and its up's
+    between = 1 if form.interleaved else N  # distance from the weight row of a gate to that of its up
     step = 2 if form.interleaved else 1
     config = tiles(slots, experts, form.gated, x.element_size())
     row_tiles = min(slots, experts + slots // config["BLOCK_M"])
@@ -259,7 +260,7 @@ def _grouped(
 
 
 def tiles(slots: int, experts: int, gated: bool, element_size: int) -> Config:
-    """Launch parameters by what the host knows: how many rows an expert has on average."""
+    """Return launch parameters from the average number of rows per expert, which is all that the host knows."""
     block_m = max(16, min(128, triton.next_power_of_2(slots // experts)))
     if element_size == 4:
         return {"BLOCK_M": min(block_m, 64), "BLOCK_N": 32, "BLOCK_K": 16, "num_warps": 4, "num_stages": 2}

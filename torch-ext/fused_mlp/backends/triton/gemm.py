@@ -32,7 +32,7 @@ def _load_tile(
     TILE_COLS: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
-    """The tile of a matrix [rows, cols] that begins at (row, col), with zeros where it passes the edges."""
+    """Load the tile of a matrix [rows, cols] that begins at (row, col), with zeros past the edges."""
     if DESCRIPTORS:
         return matrix.load([row, col])
     else:
@@ -43,8 +43,8 @@ def _load_tile(
 
 @triton.jit
 def _tile_origin(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """First row and column of this program's tile. Programs that run together share GROUP_M row tiles of x and few
-    column tiles of the weights, which then stay in L2."""
+    """Return the first row and column of this program's tile. Programs that run together share GROUP_M row tiles of x
+    and few column tiles of the weights, which then stay in L2."""
     row_tiles = tl.cdiv(M, BLOCK_M)
     col_tiles = tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
@@ -56,9 +56,9 @@ def _tile_origin(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl
 
 @triton.jit
 def matmul_kernel(
-    x,  # this and the weights: pointers, or tensor descriptors where DESCRIPTORS
+    x,  # x and the weights are pointers, or tensor descriptors if DESCRIPTORS
     weight,
-    up_weight,  # None: a plain product
+    up_weight,  # None for an ungated GEMM
     bias_ptr,  # or None
     up_bias_ptr,  # or None
     out_ptr,
@@ -125,7 +125,7 @@ def gated_linear(
 
 
 def _torch_multiplies(x: Tensor) -> bool:
-    """True if the products are PyTorch's: in full float32 on a GPU, where its sums round less, and take less time."""
+    """True if PyTorch runs the GEMMs: in full float32 on a GPU, where it rounds less and is faster."""
     return on_gpu(x) and x.dtype == torch.float32 and input_precision(x) == "ieee"
 
 
@@ -160,9 +160,9 @@ def launch(
     activation: int,
     config: Config,
 ) -> None:
-    """Computes into contiguous ``out`` from x [M, K] with adjacent columns and weights [N, K] of any strides.
+    """Compute into contiguous ``out`` from x [M, K] with adjacent columns and weights [N, K] of any strides.
 
-    Where ``config`` asks for tensor descriptors, the operands must vectorize.
+    If ``config`` requests tensor descriptors, the operands must vectorise.
     """
     (M, K), N = x.shape, weight.shape[0]
     matrices = (x, weight) if up_weight is None else (x, weight, up_weight)
@@ -196,18 +196,18 @@ def launch(
 
 
 def input_precision(x: Tensor) -> str:
-    """The precision of products of fp32: as PyTorch was told to, on NVIDIA's GPUs. Without effect at 16 bits."""
+    """Return the precision of fp32 GEMMs: on NVIDIA's GPUs, PyTorch's setting. It has no effect on 16-bit operands."""
     asked = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if asked and torch.version.hip is None and not x.is_xpu else "ieee"
 
 
 def _vectorizes(matrix: Tensor) -> bool:
-    """True if Triton loads it 16 bytes at a time: it does where it sees that sizes and addresses divide by 16."""
-    inner = 1 if matrix.stride(1) == 1 else 0  # the dimension along which elements are adjacent
+    """True if Triton loads the matrix 16 bytes at a time, which needs sizes and addresses divisible by 16."""
+    inner = 1 if matrix.stride(1) == 1 else 0  # the dimension with adjacent elements
     aligned = matrix.data_ptr() % 16 == 0 and matrix.stride(1 - inner) % 16 == 0
     return aligned and matrix.stride(inner) == 1 and matrix.shape[inner] % 16 == 0
 
 
 def _fits_descriptor(matrix: Tensor) -> bool:
-    """True if the tensor memory accelerator can address a matrix that vectorizes: its coordinates are 32-bit."""
+    """True if TMA, whose coordinates are 32-bit, can address a matrix that vectorises."""
     return matrix.stride(1) == 1 and matrix.stride(0) > 0 and 0 < matrix.shape[0] < 2**31 and matrix.shape[1] > 0

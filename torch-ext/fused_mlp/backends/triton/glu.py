@@ -1,4 +1,4 @@
-"""act(gate) * up and its gradients: one pass over memory each."""
+"""act(gate) * up and its gradients, with one pass over memory each."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .activations import activate, derivative
 from .devices import device_of
 from .rows import as_rows
 
-_TILE_BYTES = 4096  # for each operand: two 16-byte accesses a thread, so that loads overlap
+_TILE_BYTES = 4096  # per operand: two 16-byte accesses a thread, so that loads overlap
 
 
 @triton.jit
 def _tile(rows, cols, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr):
-    """This program's row and column numbers, and which of its elements exist; int64, for tensors past 2^31 elements."""
+    """Return this program's row and column indices and element mask; int64, for tensors past 2^31 elements."""
     col_tiles = tl.cdiv(cols, TILE_COLS)
     pid = tl.program_id(0)
     row = (pid // col_tiles).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
@@ -91,13 +91,13 @@ def act_and_mul_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: int
 
 
 def _launch(kernel, inputs: Tuple[Tensor, ...], outputs: Tuple[Tensor, ...], activation: int) -> None:
-    """``outputs`` are dense, of one layout, in whose order the kernel walks all tensors."""
+    """Launch on dense ``outputs`` of one layout; the kernel visits all tensors in the order of that layout."""
     if not all(operand.is_contiguous() for operand in (*inputs, outputs[0])):
         out = outputs[0].squeeze()
         slowest_first = sorted(range(out.dim()), key=out.stride().__getitem__, reverse=True)
         inputs = tuple(operand.squeeze().permute(slowest_first) for operand in inputs)
     if all(operand.is_contiguous() for operand in inputs):
-        inputs = tuple(operand.view(1, -1) for operand in inputs)  # one long row: no tile is cut but the last
+        inputs = tuple(operand.view(1, -1) for operand in inputs)  # one long row: only the last tile is partial
     else:
         inputs = tuple(as_rows(operand) for operand in _flattened(inputs))
     rows, cols = inputs[0].shape
@@ -117,7 +117,7 @@ def _launch(kernel, inputs: Tuple[Tensor, ...], outputs: Tuple[Tensor, ...], act
 
 
 def _flattened(operands: Tuple[Tensor, ...]) -> Tuple[Tensor, ...]:
-    """The innermost dimensions made one, as many as all operands have adjacent: long rows, and no copies of chunks."""
+    """Merge the innermost dimensions that are adjacent in all operands, for long rows without copying chunks."""
     shape, adjacent = operands[0].shape, 1
     first = len(shape)
     while first and all(operand.stride(first - 1) == adjacent for operand in operands):
@@ -127,7 +127,7 @@ def _flattened(operands: Tuple[Tensor, ...]) -> Tuple[Tensor, ...]:
 
 
 def tile_shape(rows: int, cols: int, element_size: int) -> Tuple[int, int]:
-    """Rows and columns of elements that one program takes."""
+    """Return the number of rows and columns of elements that one program processes."""
     elements = _TILE_BYTES // element_size
     if rows == 1:
         return 1, elements

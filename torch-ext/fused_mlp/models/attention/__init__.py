@@ -1,1 +1,1 @@
-"""Attentions: what stands in front of their products of queries and keys."""
+"""Attentions: the operations before their products of queries and keys."""

@@ -1,4 +1,4 @@
-"""Forwards of attentions made anew: their linear layers of one input in one call, and rotary embeddings in another."""
+"""Regenerated forwards of attentions: one call for linear layers of the same input, another for rotary embeddings."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from ..running import shortcut
 from . import rotary, running
 
 _NAMES = {"@projected": running.projected, "@rotated": running.rotated}
-PROJECTIONS, ROTARY = "projections of one input", "rotary embedding"  # in patterns
-_MOST = 3  # layers of one call
-_VIEWS = {"transpose", "permute", "flatten", "unflatten", "contiguous"}  # methods of tensors, beside the harmless ones
+PROJECTIONS, ROTARY = "projections of one input", "rotary embedding"  # for patterns in reports
+_MOST = 3  # layers per call
+_VIEWS = {"transpose", "permute", "flatten", "unflatten", "contiguous"}  # methods of tensors, besides the harmless ones
 
 
 class Parts(NamedTuple):
-    """The parts of a fused forward: the groups of layers that it calls at once, by name, and its rotary functions."""
+    """The parts of a fused forward: the groups of layers, by name, that one call runs, and its rotary functions."""
 
     layers: Tuple[Tuple[str, ...], ...]
     rotaries: Tuple[str, ...]
@@ -40,9 +40,9 @@ _parts: Dict[Any, Parts] = {}  # by fused methods
 
 
 def fused_methods(module: nn.Module, memory: str) -> Dict[str, FunctionType]:
-    """The forward to put into a module that has layers of one input, or turns queries and keys; none where it does not.
+    """Return the forward to install in a module with several layers of one input or with rotary embeddings; else empty.
 
-    ``memory``: what training keeps of the MLPs around it, by which a second call knows that nothing has changed.
+    ``memory`` is what training saves for the MLPs around it; a second call compares it to see that nothing changed.
     """
     forward = getattr(class_of(module), "forward", None)
     if shortcut.plain is None or not isinstance(forward, FunctionType):
@@ -63,13 +63,13 @@ def is_fused(function: Any) -> bool:
 
 
 def pattern_of(function: FunctionType, module: nn.Module) -> str:
-    """The pattern in reports of what a fused method computes in the module's present mode, of training or not."""
+    """Return the pattern, for reports, of what a fused method computes in the module's present mode."""
     layers, rotaries = _parts[function]
     return ", ".join((*([PROJECTIONS] if layers and module.training else []), *([ROTARY] if rotaries else [])))
 
 
 def refusals_of(function: FunctionType, module: nn.Module) -> Dict[str, Optional[str]]:
-    """The reasons why layers of a fused method are called one by one in the module's present state, by their names."""
+    """Return, by name, why layers of a fused method are called one by one in the module's present state."""
     around = refusals.of_global_state()
     names = [name for group in _parts[function].layers for name in group if module.training]
     found = {name: around or _refusal_of(attribute_of(module, name)) for name in names}
@@ -111,16 +111,16 @@ def _made(
 
 
 class _Call(NamedTuple):
-    """A call of a layer, in the statement at this place of a block."""
+    """A call of a layer, in the statement at this index of a block."""
 
     index: int
     node: ast.Call
 
 
 class _Groups:
-    """Finds calls of layers that are given the same name, one after the other, with nothing but views between.
+    """Finds calls of layers that take the same name as input, one after the other, with only views between them.
 
-    Norms may stand there as well, as those of queries and keys do: nothing of theirs can change the input.
+    Norms may stand between them too, such as those of queries and keys, which cannot change the input.
     """
 
     def __init__(self, owner: str, role: Any, layers: Set[str]) -> None:
@@ -172,10 +172,10 @@ class _Groups:
 
 
 def _put(block: List[ast.stmt], group: List[_Call]) -> Tuple[str, ...]:
-    """Puts the call of a group in front of its first statement, and what it found in the place of each call."""
+    """Insert the call of a group before its first statement, and use its results in place of the group's calls."""
     first = block[group[0].index]
     names = tuple(call.node.func.attr for call in group)
-    found = f"@found {'.'.join(names)}"  # a name that no source spells
+    found = f"@found {'.'.join(names)}"  # a name that no source can contain
     for call in group:
         name = ast.Name(found, ast.Load())
         taken = ast.Call(ast.Attribute(name, "pop", ast.Load()), [], [])
@@ -190,7 +190,7 @@ def _put(block: List[ast.stmt], group: List[_Call]) -> Tuple[str, ...]:
 
 
 class _Turned(ast.NodeTransformer):
-    """Puts the op's call in the place of calls of rotary functions."""
+    """Replaces calls of rotary functions by the op's call."""
 
     def __init__(self, rotaries: Set[str]) -> None:
         self._rotaries, self.found = rotaries, []

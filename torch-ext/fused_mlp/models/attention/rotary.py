@@ -1,6 +1,6 @@
-"""Functions that turn queries and keys by their positions, proved from their source.
+"""Rotary embeddings of queries and keys, recognised by a proof from their source.
 
-transformers makes of such a function a module that calls it, for kernelize to find: one of these is known by its class.
+transformers wraps such a function in a module that calls it, for kernelize to find; these are known by class.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..parts.guards import Guards, guards_of
 from ..proving.evaluation import Evaluation, inputs
 from ..proving.values import NotProved, Proof, Proofs, Value
 
-# By a function, or by the class of a module that calls one: what has to hold at a call.
+# By function, or by the class of a module that calls one: the guards to check at a call.
 known: Dict[Any, Guards] = {}
 _proofs = Proofs()
 _GIVEN = tuple(inputs("q", "k", "cos", "sin"))
@@ -33,7 +33,7 @@ def _written(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tuple[Tensor, Te
 
 
 def is_rotary(callee: Any) -> bool:
-    """True for a function that turns queries and keys, which is ``known`` from then on, given these and the angles."""
+    """True for a function that rotates queries and keys, given cos and sin; from then on it is in ``known``."""
     function, own = _function_of(callee)
     if function is None:
         return False
@@ -44,12 +44,12 @@ def is_rotary(callee: Any) -> bool:
 
 
 def key_of(callee: Any) -> Any:
-    """A function itself, or the class of a module."""
+    """Return a function itself, or the class of a module."""
     return callee if type(callee) is FunctionType else type(callee)
 
 
 def _function_of(callee: Any) -> Tuple[Optional[FunctionType], Tuple[Tuple[Any, ...], ...]]:
-    """The function that a call runs, and the attributes that this rests on."""
+    """Return the function that a call runs, and the attributes that this depends on."""
     if type(callee) is FunctionType:
         return callee, ()
     kind = type(callee)

@@ -1,4 +1,4 @@
-"""The calls that stand in fused methods of attentions."""
+"""Functions that fused methods of attentions call."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _plain = shortcut.plain
 
 
 def projected(names: Tuple[str, ...], module: nn.Module, x: Any) -> List[Tensor]:
-    """The results of linear layers of one input, children of a module, the last first: whoever takes one leaves no
-    reference here. None of them where the layers have to be called, or take the host less time."""
-    # Under no_grad too: a call in training mode has the bits of one that autograd records.
+    """Return the results of a module's linear layers of one input, in reverse order, so that popping a result leaves no
+    reference here. Empty if the layers have to be called, or if that takes less host time."""
+    # Under no_grad too: a call in training mode gives the same bits as one that autograd records.
     if not module.training or not isinstance(x, Tensor) or x.numel() < dispatch.LEAST_PROJECTED:
         return []
     found = _plain.projected(names, module, x)
@@ -26,13 +26,13 @@ def projected(names: Tuple[str, ...], module: nn.Module, x: Any) -> List[Tensor]
         return []
     try:
         results = attention.projected(*found)
-    except RuntimeError:  # the layers themselves say what is wrong with their operands
+    except RuntimeError:  # the layers themselves report the error
         return []
     return [*reversed(results)]
 
 
 def rotated(callee: Any, q: Any, k: Any, cos: Any, sin: Any) -> Sequence[Tensor]:
-    """``callee(q, k, cos, sin)``, which turns queries and keys, by one op where that takes them."""
+    """Return ``callee(q, k, cos, sin)``, the rotary embedding, by one op if possible."""
     found = _rotated(callee, q, k, cos, sin)
     return callee(q, k, cos, sin) if found is None else found
 
@@ -51,5 +51,5 @@ def _rotated(callee: Any, q: Any, k: Any, cos: Any, sin: Any) -> Optional[Sequen
         return None
     try:
         return attention.rotated(q, k, cos, sin)
-    except RuntimeError:  # the function itself says what is wrong with its operands, or broadcasts them
+    except RuntimeError:  # the function itself reports the error, or broadcasts
         return None

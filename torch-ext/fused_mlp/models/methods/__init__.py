@@ -1,1 +1,1 @@
-"""Fused methods themselves: made of source, put into modules and taken out, and traced by torch.compile."""
+"""Fused methods: generating them from source, installing and removing them, and tracing them in torch.compile."""

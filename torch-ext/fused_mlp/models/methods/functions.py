@@ -1,4 +1,4 @@
-"""Functions made of changed definitions of methods."""
+"""Functions compiled from changed definitions of methods."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from ..reading.attributes import FUSED, Written, written
 from ..reading.source import LookUp, compiled, not_looked_up
 from .switching import instead_of
 
-# By which a changed method asks whether another is to run in its place: no source spells them.
+# Names by which a changed method checks if another has to run in its place; no source can contain them.
 _INSTEAD, _METHOD, _TYPE, _TRACED, _RUNS_AS_WRITTEN = "@instead", "@original", "@type", "@traced", "@runs as written"
 
 
 class Instead(NamedTuple):
-    """The methods that may run in place of a changed one: its original, or one that a class is patched with.
+    """The methods that may run in place of a changed one: its original, or one that the class was patched with.
 
-    The method itself can tell without a call that its module is fused, and that the class has ``method``, unchanged.
-    For Dynamo ``traced``, a module in a cell, runs either, with ``memory`` as its first argument, None where nothing in
-    the method itself is fused. The one that it is made from runs too where ``runs_as_written``, if there is one, says
-    so of the first argument, ``self`` and ``gated``, or the name of a projection (torch-ext/calls/plain_modules.h).
+    Without a call, the changed method checks that its module is fused and that the class still has ``method``,
+    unchanged. For Dynamo, ``traced``, a module in a cell, runs either of them, with ``memory`` as its first argument
+    (None if the method itself has nothing fused). The original also runs if ``runs_as_written``, when given, returns
+    True for the first argument, ``self`` and ``gated``, which is a flag or the name of a projection
+    (torch-ext/calls/plain_modules.h).
     """
 
     method: Written
@@ -39,10 +40,11 @@ def function_of(
     instead: Optional[Instead] = None,
     fused: Optional[ast.FunctionDef] = None,
 ) -> FunctionType:
-    """The function that a changed definition of a method makes.
+    """Compile a changed definition of a method to a function.
 
-    It sees ``names`` beside what the original sees. Where another is to run instead, it calls that, and does nothing
-    else. ``fused`` is the definition without what runs where nothing is fused: by what it does not look up any more.
+    The function sees ``names`` in addition to the names that the original sees. If another method has to run instead,
+    it only calls that. ``fused`` is the definition without the code that runs if nothing is fused; it determines which
+    names are no longer looked up.
     """
     if instead is not None:
         looked_up = not_looked_up(fused or definition, original)
@@ -55,21 +57,21 @@ def function_of(
         definition.body[:0] = _calls_of_others(definition, instead, looked_up)
     code = compiled(definition, original, tuple(names))
     cells = dict(zip(original.__code__.co_freevars, original.__closure__ or ()))
-    # Dynamo guards once on what is in a cell, however many functions share it.
+    # Dynamo guards on a cell's content once, however many functions share the cell.
     cells.update({name: value if type(value) is CellType else CellType(value) for name, value in names.items()})
     closure = tuple(cells[name] for name in code.co_freevars)
     made = _like(original, code, closure)
     if instead is not None:
-        made.__name__ = method.name  # by which a bound method is pickled
+        made.__name__ = method.name  # bound methods are pickled by this name
         written[made] = method
     return made
 
 
 def _like(original: FunctionType, code: CodeType, closure: Tuple[CellType, ...]) -> FunctionType:
-    """A function that differs from the original in its code and its closure alone.
+    """Return a function that differs from the original only in its code and closure.
 
-    It is no wrapper of the original, as ``functools.wraps`` would say: transformers asks for the signature of a layer's
-    method at every call, and is to find it as soon.
+    It is not marked as a wrapper, as ``functools.wraps`` would do: transformers inspects the signature of a layer's
+    method at every call, which must stay as fast.
     """
     made = FunctionType(code, original.__globals__, original.__name__, original.__defaults__, closure)
     for name in (*functools.WRAPPER_ASSIGNMENTS, "__kwdefaults__"):

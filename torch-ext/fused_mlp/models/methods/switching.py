@@ -1,8 +1,9 @@
-"""Fused methods in a module, and out of it again: bound methods that the module itself holds.
+"""Installs fused methods in a module and removes them: bound methods that the module itself holds.
 
-Its class is untouched, as by kernelize and by accelerate's hooks. A copy has methods bound to the copy; a pickle names
-the method, and loads with that of the class. Beside the methods a module holds a mark, without which they run the
-original, for whoever wraps one may keep it; and its replicas for ``nn.DataParallel`` get methods of their own.
+Its class is untouched, as with kernelize and accelerate's hooks. A copy of the module gets methods bound to the copy; a
+pickle stores only the name of the method, and loads with that of the class. The module also holds a mark, without which
+its fused methods run the original, because a wrapper may keep one. Replicas for ``nn.DataParallel`` get their own
+methods.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from ..reading.attributes import FUSED, Written, as_written, method_in, state_of
 _REPLICATE = "_replicate_for_data_parallel"
 _MISSING = object()
 
-lock = threading.RLock()  # held by whoever fuses, restores or explains
+lock = threading.RLock()  # held while fusing, restoring or explaining
 
 
 def switch(module: nn.Module, methods: Dict[str, FunctionType]) -> None:
-    """Puts fused methods into a module: inside of what wraps earlier ones, if anything does."""
+    """Install fused methods in a module; if earlier ones are wrapped, they are replaced inside the wrapper."""
     state = state_of(module)
     places = {name: place_of(module, name) for name in methods}
     held = {name: method_in(module, name) is written[method].function for name, method in methods.items()}
@@ -39,11 +40,11 @@ def switch(module: nn.Module, methods: Dict[str, FunctionType]) -> None:
 
 
 _log = logging.getLogger("fused_mlp")
-_told: Set[Tuple[str, str]] = set()  # one line for all modules of a class
+_told: Set[Tuple[str, str]] = set()  # one message for all modules of a class
 
 
 def _gone(reference: weakref.ReferenceType[nn.Module], name: str) -> None:
-    """Says who has put another method in the place of a fused one, which nothing runs any more."""
+    """Log what replaced a fused method, which no longer runs."""
     module = reference()
     if module is None or FUSED not in state_of(module) or name in methods_in(module):
         return
@@ -61,7 +62,7 @@ def origin_of(method: Any) -> str:
 
 
 def switch_back(module: nn.Module) -> None:
-    """Gives a module its own methods back. Where somebody wraps a fused one, that stays, and runs the original."""
+    """Restore a module's own methods. A wrapper of a fused method stays, and runs the original."""
     state = state_of(module)
     for name, was_held in state.pop(FUSED, {}).items():
         method = _fused_in(module, name)
@@ -74,12 +75,12 @@ def switch_back(module: nn.Module) -> None:
 
 
 def saved(module: nn.Module) -> Dict[str, Any]:
-    """The methods that a module holds, for :func:`put_back`."""
+    """Return the methods that a module holds, for :func:`put_back`."""
     return dict(state_of(module))
 
 
 def put_back(module: nn.Module, before: Dict[str, Any]) -> None:
-    """Undoes what was switched in a module since."""
+    """Undo all switching in a module since ``before`` was saved."""
     state = state_of(module)
     names = {FUSED, _REPLICATE, *before.get(FUSED, ()), *state.pop(FUSED, ())}
     for name in {*names, *(place_of(module, name) for name in names)}:
@@ -88,7 +89,7 @@ def put_back(module: nn.Module, before: Dict[str, Any]) -> None:
 
 
 def methods_in(module: nn.Module) -> Dict[str, FunctionType]:
-    """The fused methods that a module runs: directly, or inside of what wraps them."""
+    """Return the fused methods that a module runs, directly or inside a wrapper."""
     found = {}
     for name in state_of(module).get(FUSED, ()):
         method = _fused_in(module, place_of(module, name))
@@ -98,7 +99,7 @@ def methods_in(module: nn.Module) -> Dict[str, FunctionType]:
 
 
 def place_of(module: nn.Module, name: str) -> str:
-    """Under which name a module holds a fused method of this name: its own, or that which a wrapper keeps it under."""
+    """Return the name under which a module holds a fused method: its own, or that under which a wrapper keeps it."""
     if _fused_in(module, name) is None:
         for place in state_of(module):
             method = _fused_in(module, place)
@@ -108,26 +109,26 @@ def place_of(module: nn.Module, name: str) -> str:
 
 
 def _fused_in(module: nn.Module, place: str) -> Optional[FunctionType]:
-    """The fused method of a module that it holds in a place."""
+    """Return the fused method that a module holds under this name."""
     function = method_in(module, place)
     return function if function in written else None
 
 
 def is_unchanged(module: nn.Module) -> bool:
-    """True if the class of a fused module has the methods that the fused ones were made from."""
+    """True if the class of a fused module still has the methods that the fused ones were generated from."""
     return state_of(module).get(FUSED, {}).keys() == methods_in(module).keys() != set()
 
 
-_kinds: Dict[Any, str] = {}  # by fused methods that are not made of the source of a class
+_kinds: Dict[Any, str] = {}  # by fused methods that are not generated from a class's source
 
 
 def kind_of(function: Any) -> Optional[str]:
-    """What a fused method computes, by the name that it was made under; None for one that is made of source."""
+    """Return the kind under which a fused method was made; None if it was generated from source."""
     return _kinds.get(function)
 
 
 def made(kind: str, forward: FunctionType, original: Written) -> FunctionType:
-    """A function that stands for a method of a class, known from then on as fused and of this kind."""
+    """Register and return a fused method of this kind that stands for a method of a class."""
     functools.update_wrapper(forward, original.function)
     written[forward], _kinds[forward] = original, kind
     return forward
@@ -139,9 +140,10 @@ def fused_forward(
     compute: Callable[[nn.Module, Any], Any],
     trace: Optional[Callable[..., Any]] = None,
 ) -> FunctionType:
-    """The forward of a class made anew: the result of ``compute`` for a call with one argument, x.
+    """Return a fused forward for a class: it returns ``compute``'s result for a call with one argument, x.
 
-    The original runs where that is None, and where a graph is traced; by ``trace``, if given (``traced.run``).
+    The original runs if that result is None, and while a graph is traced; with ``trace``, Dynamo runs that instead
+    (``traced.run``).
     """
     original = as_written("forward", method)
     instead, code, is_traced = instead_of(original), method.__code__, torch.compiler.is_compiling
@@ -162,7 +164,7 @@ def fused_forward(
 
 
 def instead_of(method: Written) -> Callable[[Any], Optional[Callable[..., Any]]]:
-    """A function that says what is to run in place of the fused method made of this one; None if that is to run."""
+    """Return a function that maps a module to what must run in place of this method's fused form, or to None."""
     return lambda module: _instead(method, module)
 
 
@@ -170,7 +172,7 @@ def _instead(method: Written, module: nn.Module) -> Optional[Callable[..., Any]]
     kind, held = type(module), module.__dict__.get(FUSED)
     if method.is_in(kind):
         return method.function if held is None else None
-    # A method that the module itself held hides all that its class has but data descriptors.
+    # A method that the module itself held hides everything in its class except data descriptors.
     found = inspect.getattr_static(kind, method.name, None)
     if held is None or not held.get(method.name) or inspect.isdatadescriptor(found):
         return _as_found(found, kind, method)
@@ -178,9 +180,9 @@ def _instead(method: Written, module: nn.Module) -> Optional[Callable[..., Any]]
 
 
 def _as_found(found: Any, kind: type, method: Written) -> Callable[..., Any]:
-    """Calls what an instance of a class finds there, a method or anything else, with the arguments of a fused method.
+    """Return a function that calls what an instance of a class finds, method or not, with a fused method's arguments.
 
-    Those that have their defaults are left out: the defaults may be others now, or the arguments gone.
+    Arguments that equal their defaults are omitted: the defaults may have changed, or the arguments may be gone.
     """
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -197,7 +199,7 @@ def _as_found(found: Any, kind: type, method: Written) -> Callable[..., Any]:
 
 
 def _replicate(self: nn.Module) -> nn.Module:
-    """The replica that torch makes of a module, with methods bound to it."""
+    """Return the replica that torch makes of a module, with methods bound to it."""
     replica = getattr(type(self), _REPLICATE)(self)
     fused = {place: _fused_in(self, place) for place in state_of(self)}
     methods = {**fused, _REPLICATE: _replicate}
@@ -205,4 +207,4 @@ def _replicate(self: nn.Module) -> nn.Module:
     return replica
 
 
-_replicate.__name__ = _REPLICATE  # by which a bound method is pickled
+_replicate.__name__ = _REPLICATE  # bound methods are pickled by this name

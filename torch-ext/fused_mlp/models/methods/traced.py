@@ -1,11 +1,11 @@
-"""Fused methods under torch.compile: the original is recorded, and MLPs are looked for in what was recorded.
+"""Fused methods under torch.compile: Dynamo records the original, and MLPs are matched in the recorded graph.
 
-Dynamo guards, at every call of what it compiles, on all that it read while it traced. A question that is asked of a
-module there is asked again each time. So none is asked: Dynamo traces the method as it was written, hooks, patched
-functions and all, and then the nodes that it recorded for an MLP become one of an op. What is guarded is what is
-without fusing, and what is recorded in another way than an MLP stays as it is.
+At every call of compiled code, Dynamo guards on everything that it read while tracing, so each check of a module would
+be repeated each time. Therefore nothing is checked: Dynamo traces the method as written, with hooks and patched
+functions, and the nodes recorded for an MLP are then replaced by one node of an op. The guards are the same as without
+fusion, and anything that was not recorded as an MLP stays unchanged.
 
-Nodes that nothing uses any more stay in the graph, which compilers drop: somebody's hook may hold what they compute.
+Nodes without users stay in the graph, and compilers drop them; a user's hook may hold their results.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class _Unchanged(type):
 
 
 class Unchanged(metaclass=_Unchanged):
-    """Fused modules whose class has the methods that the fused ones were made from.
+    """Fused modules whose class still has the methods that the fused ones were generated from.
 
-    Dynamo asks ``isinstance`` while it traces, and guards on nothing that the answer depends on.
+    Dynamo evaluates ``isinstance`` while tracing and guards on nothing that the answer depends on.
     """
 
 
@@ -54,7 +54,7 @@ class _Recorded(type):
 
 
 class Recorded(metaclass=_Recorded):
-    """All modules, where this torch shows what Dynamo records."""
+    """All modules, if this torch exposes what Dynamo records; otherwise none."""
 
 
 def _warn(error: Exception) -> None:
@@ -70,10 +70,11 @@ def run(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """``method(module, *args, **kwargs)`` as Dynamo traces it, with its MLPs fused, or what is to run instead.
+    """Run ``method(module, *args, **kwargs)`` as Dynamo traces it, with its MLPs fused, or the method that replaces it.
 
-    ``memory``: what training keeps; None where the method has no MLP itself. ``name``: the method's in its class, which
-    may be patched. Where a backend is forced other than the compiled ops, PyTorch computes.
+    ``memory`` selects the values that training saves; None if the method itself has no MLP. ``name`` is that of the
+    method in its class, which may be patched. If a backend other than the compiled ops is forced, PyTorch runs the
+    parts.
     """
     if getattr(type(module), name) is not method or not isinstance(module, Unchanged):
         method = instead(module) or method
@@ -81,21 +82,21 @@ def run(
         return method(module, *args, **kwargs)
     from torch._dynamo.comptime import comptime
 
-    _open_blocks[-1].name  # for the guard: traced anew where another backend is forced  # noqa: B018
+    _open_blocks[-1].name  # for the guard: a retrace if another backend is forced  # noqa: B018
     comptime(_begin)
     result = method(module, *args, **kwargs)
     comptime(_end)
     return result
 
 
-_BEGUN = "_fused_mlp_begun"  # an attribute of graphs: the methods that have begun, and not ended
+_BEGUN = "_fused_mlp_begun"  # an attribute of graphs: the methods that have begun and not ended
 
 
 def _begin(context: Any) -> None:
     try:
         graph, memory = context.graph(), context.get_local("memory").as_python_constant()
         vars(graph).setdefault(_BEGUN, []).append((next(iter(reversed(graph.nodes)), None), memory))
-    except KeyError:  # resumed behind a graph break
+    except KeyError:  # resumed after a graph break
         return
     except Exception as error:
         _warn(error)
@@ -113,8 +114,8 @@ def _end(context: Any) -> None:
             nodes.append(node)
         if calls.pointwise_reason() is None:
             _fuse(nodes[::-1], memory)
-    except Exception as error:  # another torch may record in another way: what it has recorded is right as it is
-        if _open_blocks[-1].name != "auto":  # what is forced may refuse
+    except Exception as error:  # a different torch version may record differently; its unfused graph is correct
+        if _open_blocks[-1].name != "auto":  # a forced backend may refuse
             raise
         _warn(error)
 
@@ -152,7 +153,7 @@ class _Projection(NamedTuple):
 
 
 class _Hidden(NamedTuple):
-    """``act(gate)``, or ``act(gate) * up``; ``up_first``: both in one projection, in the order that it tells."""
+    """``act(gate)``, or ``act(gate) * up``; ``up_first`` is set if one projection holds both, and gives their order."""
 
     gate: _Projection
     up: Optional[_Projection]
@@ -166,12 +167,12 @@ _OPERATORS = {
     **{getattr(operator, name): name for name in ("add", "mul", "neg", "pow", "sub")},
 }
 _VIEWS = {"view", "reshape", "contiguous"}
-_NO_MLP = ("linear", "sigmoid")  # the activations of no MLP without a gate: sigmoids are those of attention
-_LONGEST = 16  # more nodes than the formula of any row has
+_NO_MLP = ("linear", "sigmoid")  # activations of no ungated MLP: sigmoids belong to attentions
+_LONGEST = 16  # more nodes than any row's formula has
 
 
 def _hidden(root: fx.Node, fresh: Set[fx.Node]) -> Optional[_Hidden]:
-    """The first half of an MLP that ends with a node."""
+    """Return the first half of an MLP that ends with a node."""
     nodes, given = _formula(root, fresh)
     if nodes and len(given) == 1:
         (leaf,) = given
@@ -195,7 +196,7 @@ def _hidden(root: fx.Node, fresh: Set[fx.Node]) -> Optional[_Hidden]:
 
 
 def _of_op(node: fx.Node) -> Optional[_Hidden]:
-    """The first half of an MLP that was fused in a method which this one calls."""
+    """Return the first half of an MLP that was fused in a method called by this one."""
     if node.target not in (native.linear, native.gated_linear):
         return None
     x, *given, code = node.args
@@ -204,7 +205,7 @@ def _of_op(node: fx.Node) -> Optional[_Hidden]:
 
 
 def _formula(root: fx.Node, fresh: Set[fx.Node]) -> Tuple[List[fx.Node], Set[fx.Node]]:
-    """The nodes of an elementwise formula that ends with a node, and what they are given."""
+    """Return the nodes of an elementwise formula that ends with a node, and the inputs of the formula."""
     if root not in fresh or not _is_elementwise(root):
         return [], {root}
     nodes: List[fx.Node] = []
@@ -231,7 +232,7 @@ _CASTS = {"float", "double", "type_as"}
 
 
 def _row(nodes: List[fx.Node], given: fx.Node) -> Optional[Activation]:
-    """The row of the table that a formula computes."""
+    """Return the row of the table that a formula computes."""
     first, last = _value(given), _value(nodes[-1])
     if len(nodes) > _LONGEST or (first.dtype, first.device) != (last.dtype, last.device):
         return None
@@ -248,7 +249,7 @@ def _row(nodes: List[fx.Node], given: fx.Node) -> Optional[Activation]:
 
 
 def _projection(node: Any) -> Optional[_Projection]:
-    """The projection that comes out of a node, in whatever dimensions."""
+    """Return the projection whose result a node is, possibly reshaped."""
     if not isinstance(node, fx.Node):
         return None
     *views, last = _behind_views(node)
@@ -266,7 +267,7 @@ def _projection(node: Any) -> Optional[_Projection]:
 
 
 def _halved(gate: fx.Node, up: fx.Node) -> Tuple[Optional[_Projection], bool]:
-    """The projection that two nodes are the halves of, and whether up is the first."""
+    """Return the projection whose halves two nodes are, and whether up is the first half."""
     if gate.target is not operator.getitem or up.target is not operator.getitem or gate.args[0] is not up.args[0]:
         return None, False
     both = gate.args[0]
@@ -276,7 +277,7 @@ def _halved(gate: fx.Node, up: fx.Node) -> Tuple[Optional[_Projection], bool]:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """True if a node returns its first argument, perhaps reshaped."""
+    """True if a node returns its first argument, possibly reshaped."""
     if node.op == "call_method":
         return node.target in _VIEWS
     return node.target is F.dropout and _is_inactive(*node.args, **node.kwargs)
@@ -291,7 +292,7 @@ def _is_inactive(x: fx.Node, p: Any = 0.5, training: Any = True, inplace: Any = 
 
 
 def _behind_views(node: fx.Node) -> List[fx.Node]:
-    """A node, what it is a view of, what that is one of, ..."""
+    """Return a node, the node that it is a view of, the node that this is a view of, and so on."""
     return [node, *_behind_views(node.args[0])] if _is_view(node) else [node]
 
 
@@ -303,7 +304,7 @@ def _value(node: fx.Node) -> Any:
 
 
 class _Made:
-    """Nodes that are put in front of another; those that nothing uses in the end are taken out again."""
+    """Nodes inserted before another; those that remain unused are removed again."""
 
     def __init__(self, root: fx.Node) -> None:
         self.root, self._nodes = root, []
@@ -333,14 +334,14 @@ def _computed(target: Any, *args: Any, **kwargs: Any) -> Any:
     from torch._dispatch.python import enable_python_dispatcher
 
     args, kwargs = fx.node.map_arg((args, kwargs), _value)
-    with torch.no_grad(), enable_python_dispatcher():  # as Dynamo computes it: else a size may become a constant
+    with torch.no_grad(), enable_python_dispatcher():  # as Dynamo does it; otherwise a size may become a constant
         return getattr(args[0], target)(*args[1:], **kwargs) if type(target) is str else target(*args, **kwargs)
 
 
 def _is_replaced(
     root: fx.Node, hidden: _Hidden, last: Optional[_Projection], views: List[fx.Node], memory: str
 ) -> bool:
-    """Makes a node one of an op that computes all before it, if there is one for it."""
+    """Replace a node by that of an op which computes everything before it, and return True, if such an op exists."""
     if not _is_apart(root, hidden.nodes.union(views)):
         return False
     for x in _behind_views(hidden.gate.x):
@@ -354,9 +355,9 @@ def _is_replaced(
 
 
 def _pad(root: fx.Node, x: fx.Node, weight: fx.Node, bias: Optional[fx.Node] = None) -> None:
-    """Makes a product whose rows do not begin at 16 bytes one of operands with zeros behind theirs, where that gains.
+    """Pad the operands of a GEMM with zeros if its rows are not aligned to 16 bytes and padding gains time.
 
-    The compiler makes and reads those copies with what it computes before and behind.
+    The compiler fuses the copies with the computation before and after them.
     """
     given, dtype = [node for node in (x, weight, bias) if node is not None], _value(root).dtype
     if not all(_is_plain(_value(node)) for node in given) or not linear.gains_in_graph(*map(_value, given[:2]), dtype):
@@ -376,7 +377,7 @@ def _pad(root: fx.Node, x: fx.Node, weight: fx.Node, bias: Optional[fx.Node] = N
 
 
 def _is_apart(root: fx.Node, nodes: Set[fx.Node]) -> bool:
-    """True if some nodes have no other users, and no other computation lies between them and their root."""
+    """True if the nodes have no other users, and no other computation lies between them and their root."""
     node, missing = root, nodes - {root}
     while missing:
         node = node.prev
@@ -400,10 +401,10 @@ class _Call(NamedTuple):
 
 
 def _call(made: _Made, x: fx.Node, hidden: _Hidden, last: Optional[_Projection], memory: str) -> Optional[_Call]:
-    """The fused call that computes an MLP from x; None if there is none."""
+    """Return the fused call that computes an MLP from x; None if there is none."""
     parts, dtype = (hidden.gate, hidden.up, last), _value(made.root).dtype
     given = [x, *(part and part.weight for part in parts), *(part and part.bias for part in parts)]
-    values = [node and _value(node) for node in given]  # as they want gradients
+    values = [node and _value(node) for node in given]  # before casts, since these carry requires_grad
     for place, node in enumerate(given):
         if node is not None and not _is_plain(_value(node)):
             return None
@@ -417,7 +418,7 @@ def _call(made: _Made, x: fx.Node, hidden: _Hidden, last: Optional[_Projection],
         return None
     if _value(made.root).requires_grad:
         keep = training.keeps(values, memory)
-        if name == "linear":  # the compiler's, unless a second half follows in another module
+        if name == "linear":  # left to the compiler, unless a second half follows in another module
             return None
         if training.is_left_to_compiler(name, values[0], values[1], memory):
             return None
@@ -440,15 +441,15 @@ def _call(made: _Made, x: fx.Node, hidden: _Hidden, last: Optional[_Projection],
 
 
 def _by_torch(made: _Made, hidden: _Hidden, x: fx.Node, *given: Optional[fx.Node]) -> Optional[_Call]:
-    """The product with tanh-GELU in its epilogue that torch has, which no compiler makes of the two.
+    """Return torch's own GEMM with tanh-GELU in its epilogue, which no compiler forms from the two operations.
 
-    An op of ours would call it in place of a kernel that cannot read a weight [in, out], as GPT-2's are. Called from
-    compiled code without that op it takes less of the CPU's time, and the second layer's product is the compiler's own.
+    Our op would call it for a weight [in, out], such as GPT-2's, that no kernel can read. Calling it directly from
+    compiled code takes less CPU time, and leaves the second layer's GEMM to the compiler.
     """
     columns, bias = given[0], given[3]
     first, weight = _value(x), _value(columns)
     is_taken = hidden.row.name == "gelu_pytorch_tanh" and first.dim() == 2 and first.dtype != torch.float32
-    if not is_taken or weight.shape[1] == 0:  # torch does not apply it where there are no inputs
+    if not is_taken or weight.shape[1] == 0:  # torch skips the activation if there are no inputs
         return None
     call = _Call(torch.ops.aten._addmm_activation.default, (bias, x, made.node("t", columns)), {"use_gelu": True})
     for view in hidden.gate.nodes[-2::-1]:
@@ -463,7 +464,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _are_alike(value: Tensor, target: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> bool:
-    """True if the result of a call has the dtype, device, shape and strides of a value, by Dynamo's knowledge."""
+    """True if a call's result has the dtype, device, shape and strides of a value, as far as Dynamo knows."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     other = _computed(target, *args, **kwargs)

@@ -1,1 +1,1 @@
-"""Functions that fused methods call."""
+"""Functions that fused methods call at run time."""

@@ -1,7 +1,7 @@
-"""A linear layer by itself, as in an attention or behind the last block.
+"""A standalone linear layer, as in an attention or after the last block.
 
-It is one of PEFT's LoRA, whose two small products are part of its op, one with a quantised weight, in inference, or a
-large one whose widths are no multiples of 8.
+It is a PEFT LoRA layer, whose two small GEMMs become part of its op; a layer with a quantised weight, in inference; or
+a large layer whose widths are not multiples of 8.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _IDENTITY = get_activation(None)
 KIND = "layer"
 
 
-# On a CPU one op for a layer with an adapter pays from so many elements of x on, and to ask takes nothing of a large
-# layer's time.
+# Least number of elements of x at which one op for a layer with an adapter pays on a CPU, and least number of weight
+# elements at which the checks take a negligible part of the layer's time.
 _LEAST_ELEMENTS, _LEAST_WEIGHTS = 1 << 19, 1 << 18
 
 
 def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
-    """The forward of such a layer made anew, by name; nothing for any other module, or where it cannot pay."""
+    """Return the regenerated forward of such a layer, by name; empty for any other module, or if it cannot pay."""
     if not adapters.is_known(module):
         return {"forward": _fused_method(nn.Linear.forward)} if is_padded(module) else {}
     layer = adapters.layer_of(module)
@@ -51,7 +51,7 @@ def _fused_method(method: FunctionType) -> FunctionType:
 
 
 def is_padded(module: nn.Module) -> bool:
-    """True for a plain linear layer whose widths torch's products take long for."""
+    """True for a plain linear layer whose widths make torch's GEMMs slow."""
     if type(module) is not nn.Linear or adapters.is_known(module):
         return False
     layer = refusals.parameters_of(module)
@@ -59,7 +59,7 @@ def is_padded(module: nn.Module) -> bool:
 
 
 def refusal(module: nn.Module) -> Optional[str]:
-    """The reason why such a layer runs as it was written in its present state; None if it is one op."""
+    """Return why such a layer runs as written in its present state; None if it is one op."""
     state = adapters.of_state(module)
     if state is None and is_padded(module):
         return refusals.of_global_state() or linear.refusal(module.weight)
@@ -81,7 +81,7 @@ def _product(module: nn.Module, x: Tensor) -> Optional[Tensor]:
     if is_adapted and not shortcut.is_grad_enabled() and module.training and shortcut.is_as_recorded(module, x):
         return training.as_recorded(lambda given: _product(module, given), x)
     found = None if shortcut.plain is None else shortcut.plain.adapted(forwards.LINEAR, module, x, _IDENTITY.function)
-    if found is False:  # a dropout in front of its adapter is active, which no op takes
+    if found is False:  # its adapter's input dropout is active, which no op supports
         return None
     layer = adapters.layer_of(module) if found is None else None
     if found is not None or type(layer) is str:
@@ -108,8 +108,8 @@ def _of_odd_widths(module: nn.Module, x: Tensor) -> Optional[Tensor]:
 
 
 def _of_quantised(layer: Union[str, Layer], x: Tensor) -> Optional[Tensor]:
-    """The product with a quantised weight; None where the layer has another one, or autograd follows: its own product
-    runs."""
+    """Multiply by a quantised weight; None if the weight is not quantised or under autograd, so that the layer's own
+    GEMM runs."""
     if type(layer) is str or not quantized.is_any(layer.weight) or calls.autograd_follows(x, layer.bias):
         return None
     return None if refusals.of_input(x) is not None else forwards.of_layers(forwards.LINEAR, x, [layer], _IDENTITY)

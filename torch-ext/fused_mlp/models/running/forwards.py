@@ -1,8 +1,8 @@
 """An MLP of a module as one op, with the operands that its parts hold at the call.
 
-``activation`` is the row of the table that ``act`` computes, if one does. ``between`` are what the hidden values go
-through before the last projection: dropout modules and their like, probabilities of a dropout, or functions that cast
-them to the dtype of its weight, as :func:`cast` does.
+``activation`` is the row of the table that ``act`` computes, if any. ``between`` lists what the hidden values pass
+through before the last projection: dropout and similar modules, dropout probabilities, or functions that cast the
+values to the dtype of its weight, as :func:`cast` does.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def fused(
     activation: Optional[Activation],
     between: Between = (),
 ) -> Optional[Tensor]:
-    """The result of one op, of projections in the order gate, up, down (``packed``: gate and up in one).
+    """Run one op for projections in the order gate, up, down (``packed``: gate and up in one).
 
-    None where a part has to be called, or torch computes the parts.
+    Returns None if a part has to be called, or if torch runs the parts.
     """
     if activation is None or refusals.of_input(x) is not None:
         return None
@@ -64,7 +64,7 @@ def fused(
 
 
 def of_layers(pattern: Pattern, x: Tensor, layers: Sequence[Layer], activation: Activation) -> Optional[Tensor]:
-    """The same of layers some of which have adapters, or quantised weights."""
+    """Like :func:`fused`, for layers of which some have adapters or quantised weights."""
     if any(type(layer.weight) is QuantizedWeight for layer in layers) and not dispatch.reads_codes_for(x):
         return None
     if not pattern.packed and _are_plainly_packed(x, layers):
@@ -86,7 +86,7 @@ def of_layers(pattern: Pattern, x: Tensor, layers: Sequence[Layer], activation: 
 
 
 def _are_plainly_packed(x: Tensor, layers: Sequence[Layer]) -> bool:
-    """True if all weights are quantised, and nothing records or casts: so the op needs no more questions."""
+    """True if all weights are quantised and nothing records or casts, so the op needs no further checks."""
     for layer in layers:
         if layer.adapter is not None or type(layer.weight) is not QuantizedWeight or _of_another_dtype(layer, x):
             return False
@@ -96,7 +96,7 @@ def _are_plainly_packed(x: Tensor, layers: Sequence[Layer]) -> bool:
 
 
 def _are_read_in_place(x: Tensor, layers: Sequence[Layer]) -> bool:
-    """True if no weight is quantised, or all are, without adapters and autograd."""
+    """True if no weight is quantised, or if all are, without adapters or autograd."""
     count = sum(type(layer.weight) is QuantizedWeight for layer in layers)
     if count == 0:
         return True
@@ -109,12 +109,12 @@ def _by_codes(pattern: Pattern, x: Tensor, layers: Sequence[Layer], activation: 
     up = others.pop(0) if pattern.gated else None
     try:
         return quantized.run(x, Layers(first, up, *others), activation.code)
-    except RuntimeError:  # eager says what is wrong with the operands
+    except RuntimeError:  # eager reports what is wrong with the operands
         return None
 
 
 def _takes_blocked(x: Tensor, layers: Sequence[Layer]) -> bool:
-    """True if layers, some of them with weights in blocks, are not left to their own products, which round x too."""
+    """True if layers, some with blocked weights, are fused; if not, their own GEMMs run, which also round x."""
     if (x.is_cuda and x.dtype is torch.float32) or any(_of_another_dtype(layer, x) for layer in layers):
         return False
     blocked = [layer.weight for layer in layers if quantized.are_blocked(layer.weight)]
@@ -124,16 +124,16 @@ def _takes_blocked(x: Tensor, layers: Sequence[Layer]) -> bool:
         return False
     if not is_bare and not all(_is_decoded(layer, x) for layer in layers):
         return False
-    if not (is_bare or is_recorded or dispatch.has_few_rows(x)):  # adapters of more rows in inference: not measured
+    if not (is_bare or is_recorded or dispatch.has_few_rows(x)):  # not measured: adapters, more rows, inference
         return False
     if any(weight.format == quantized.TILES for weight in blocked) and x.dtype is not torch.bfloat16:
-        return False  # their own product rounds x to that
+        return False  # their own GEMM rounds x to bfloat16
     least, most = dispatch.least_blocked_rows(blocked), dispatch.most_blocked_rows(x, blocked)
     return is_recorded or least <= x.shape[:-1].numel() <= most
 
 
 def _is_decoded(layer: Layer, x: Tensor) -> bool:
-    """True if a layer is taken where autograd follows, or beside adapters, by its decoded weight."""
+    """True if a layer is fused under autograd, or together with adapters, by decoding its weight."""
     if autocasts(x) and torch.get_autocast_dtype(x.device.type) is not x.dtype:
         return False
     if layer.least_trained is None or (layer.bias is not None and layer.bias.requires_grad):
@@ -148,11 +148,11 @@ def _of_another_dtype(layer: Layer, x: Tensor) -> bool:
 
 
 def _is_taken_in(dtype: torch.dtype, x: Tensor, layers: Sequence[Layer]) -> bool:
-    """True if layers, some of which cast what they are given to this dtype and their result back, may stay in it.
+    """True if layers, of which some cast their input to this dtype and their result back, may stay in it throughout.
 
-    A quantised layer without an adapter ignores autocast; one with an adapter, and a plain layer, compute in the dtype
-    of autocast, or else in that of x. Under autocast a dropout draws its random numbers in the dtype of x in one class
-    of PEFT's, and in that of the adapter in another: both must be the same.
+    A quantised layer without an adapter ignores autocast; one with an adapter, and a plain layer, compute in autocast's
+    dtype, or without autocast in that of x. Under autocast, dropout draws its random numbers in the dtype of x in one
+    PEFT class and in the adapter's dtype in another, so both must be the same.
     """
     if autocasts(x):
         adapters = [layer.adapter for layer in layers if layer.adapter is not None]
@@ -167,7 +167,7 @@ def _in_one_op(pattern: Pattern, x: Tensor, layers: Sequence[Layer], activation:
     first, *others = layers
     up = None
     if pattern.packed:
-        if first.adapter is not None and first.adapter.dropout > 0.0:  # by one mask for gate and up
+        if first.adapter is not None and first.adapter.dropout > 0.0:  # with one mask for gate and up
             return None
         first, up = _halved(first, pattern.up_first)
         if up is None:
@@ -176,12 +176,12 @@ def _in_one_op(pattern: Pattern, x: Tensor, layers: Sequence[Layer], activation:
         up, *others = others
     try:
         return in_one_op(x, Layers(first, up, *others), activation.code, pattern.memory, pattern.up_before)
-    except RuntimeError:  # eager broadcasts the operands, or says what is wrong with them
+    except RuntimeError:  # eager broadcasts the operands or reports what is wrong
         return None
 
 
 def _halved(both: Layer, up_first: bool) -> Tuple[Layer, Optional[Layer]]:
-    """Gate and up of a layer that holds both, with its adapter; the layer and None where it has no halves."""
+    """Split a packed layer, with its adapter, into gate and up; returns the layer and None if it cannot be halved."""
     adapter, dtype = both.adapter, both.dtype
     is_quantized = type(both.weight) is QuantizedWeight
     if both.weight.shape[0] % 2 != 0:
@@ -198,7 +198,7 @@ def _halved(both: Layer, up_first: bool) -> Tuple[Layer, Optional[Layer]]:
 
 
 def called(pattern: Pattern, x: Tensor, projections: Sequence[nn.Module], act: Act, between: Between = ()) -> Tensor:
-    """The same by its parts, called one after the other."""
+    """Run the parts one after the other."""
     first, *others = projections
     if not pattern.gated:
         hidden = act(first(x))
@@ -213,7 +213,7 @@ def called(pattern: Pattern, x: Tensor, projections: Sequence[nn.Module], act: A
     return second_half(hidden, between, projections[-1]) if pattern.whole else hidden
 
 
-# The forwards of what hands on what comes in, or None where somebody has patched them.
+# The forwards of modules that pass their input through, or None if they have been patched.
 _PASSING = {
     nn.Dropout: refusals.unpatched(nn.Dropout, "forward", nn.modules.dropout),
     nn.Identity: refusals.unpatched(nn.Identity, "forward", nn.modules.linear),
@@ -221,7 +221,7 @@ _PASSING = {
 
 
 def cast(hidden: Tensor) -> Tensor:
-    """Stands for a cast of a module's code, among what is between its projections; nothing calls it."""
+    """Marks, among the parts between projections, a cast in a module's code; never called."""
     raise NotImplementedError
 
 
@@ -229,7 +229,7 @@ ACTIVE = "active in training"
 
 
 def alteration(part: Part, dtype: Any = None, projection: Any = None) -> Optional[str]:
-    """The reason why a part before a projection changes hidden values of a dtype; None if it does not."""
+    """Return why a part before a projection changes hidden values of this dtype; None if it does not."""
     if isinstance(part, FunctionType):
         if torch._C._is_any_autocast_enabled():
             return "in autocast"
@@ -248,21 +248,21 @@ def alteration(part: Part, dtype: Any = None, projection: Any = None) -> Optiona
 
 
 def dtype_of(projection: Any) -> Optional[torch.dtype]:
-    """The dtype of a weight that a module holds; one that is computed is not asked for, as that may change it."""
+    """Return the dtype of a weight that a module holds. A computed weight is not read, since that may change it."""
     weight = attribute_of(projection, "weight") if isinstance(projection, nn.Module) else None
     return weight.dtype if isinstance(weight, Tensor) else None
 
 
 def passes(between: Between, x: Any = None, projection: Any = None) -> bool:
-    """True if none of these parts before a projection changes hidden values of the dtype of x."""
-    for part in between:  # noqa: SIM110 (a generator costs more than what it runs)
+    """True if none of these parts before a projection changes hidden values of x's dtype."""
+    for part in between:  # noqa: SIM110 (a generator costs more than the loop)
         if alteration(part, getattr(x, "dtype", None), projection) is not None:
             return False
     return True
 
 
 def second_half(hidden: Tensor, between: Between, projection: nn.Module) -> Tensor:
-    """The result of the parts between and the last projection on hidden values."""
+    """Run the parts between the projections and the last projection on hidden values."""
     for part in between:
         hidden = part(hidden) if callable(part) else F.dropout(hidden, part, True)
     return projection(hidden)

@@ -1,6 +1,6 @@
-"""A norm by itself, in front of an attention, of queries and keys, or at the end: one op for several of torch's.
+"""A standalone norm as one op: before an attention, of queries and keys, or at the end of a model.
 
-Those are taken that a class spells out in operations of torch. torch's own norms are one operation already.
+This covers norms whose class spells them out in several torch operations; torch's own norms are one operation already.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KIND = "norm"
 
 
 def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
-    """The forward of a norm made anew, by name; nothing for any other module."""
+    """Return the regenerated forward of a norm, by name; empty for any other module."""
     if not takes(module):
         return {}
     kind = type(module)
@@ -31,7 +31,7 @@ def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
 
 
 def takes(module: nn.Module) -> bool:
-    """True for a norm that is several operations of torch, by its class, and may be one op."""
+    """True for a norm whose class uses several torch operations and that may run as one op."""
     kind = type(module)
     if shortcut.plain is None or (kind not in norms.known and norms.code_of(module) is None):
         return False
@@ -44,24 +44,24 @@ def _fused_method(method: FunctionType) -> FunctionType:
 
 
 def called(norm: nn.Module, x: Any) -> Optional[Tensor]:
-    """The result of a norm of a known class that is being called, by an op; None where its own code has to run."""
+    """Run a norm of a known class as an op; None if its own code has to run."""
     found = shortcut.plain.normed(norm, x)
     if type(found) is not tuple:
         return found
     try:
         return ops.run(found)
-    except RuntimeError:  # the module's own code says what is wrong with them
+    except RuntimeError:  # the module's own code reports the error
         return None
 
 
 def name_of(module: nn.Module) -> str:
-    """The pattern of a norm in reports."""
-    known = (norms.known[kind] for kind in type(module).__mro__ if kind in norms.known)  # its class may be another now
+    """Return the pattern of a norm for reports."""
+    known = (norms.known[kind] for kind in type(module).__mro__ if kind in norms.known)  # its class may have changed
     return "LayerNorm" if next(known).code == norms.LAYER else "RMSNorm"
 
 
 def refusal(module: nn.Module) -> Optional[str]:
-    """The reason why a fused norm runs its original forward in its present state; None if it is one op."""
+    """Return why a fused norm runs its original forward in its present state; None if it is one op."""
     norm = norms.known.get(type(module))
     if norm is None:
         return f"a {type(module).__name__}"

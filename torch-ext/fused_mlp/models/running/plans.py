@@ -1,4 +1,4 @@
-"""Plans: what a fused call computes and of which parts, apart from the operands that a call gives it."""
+"""Plans: what a fused call computes and from which parts, without the operands of a particular call."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any, NamedTuple, Optional, Tuple, Union
 
 from ..matching.pattern import Pattern
 
-Part = Union[str, int, None]  # the name of a child of the module, or the index of an operand of the call
+Part = Union[str, int, None]  # name of a child of the module, or index of an operand of the call
 
 
 class Plan(NamedTuple):
-    """``act(...)`` of ``projections``, or the block ``last(residual + ...(mlp(first(x))) * factor)`` around that.
+    """``act(...)`` of ``projections``, or the block ``last(residual + ...(mlp(first(x))) * factor)`` around it.
 
-    Projections come in the order gate, up, down (``packed``: gate and up in one). ``between`` stands before the last
-    of them, ``behind`` after it. ``module`` is one that is the MLP, in the place of projections and activation.
+    Projections are in the order gate, up, down (``packed``: gate and up in one). ``between`` precedes the last of them,
+    ``behind`` follows it. ``module`` is a module that is the whole MLP, instead of projections and activation.
 
-    ``wide``: product and sum of the block are computed in float32, and cast to the dtype of the residual;
-    ``modulation_wide``: so is the modulation of the first norm. ``names`` are all parts that are known by name.
+    ``wide`` means that the block's product and sum are computed in float32 and cast to the residual's dtype;
+    ``modulation_wide``, that the modulation of the first norm is too. ``names`` lists all parts given by name.
 
-    Compiled code reads the fields by their places (torch-ext/calls/plain_modules.cpp).
+    Compiled code reads the fields by position (torch-ext/calls/plain_modules.cpp).
     """
 
     pattern: Optional[Pattern]
@@ -62,8 +62,8 @@ def of_operands(
     wide: bool = False,
     modulation_wide: bool = False,
 ) -> Plan:
-    """The plan whose parts are all operands: projections, the activation, what is between, what is behind, and the
-    norms, if there are some ``around``, first and last."""
+    """Return the plan whose parts are all operands: projections, activation, the parts between, the parts after, and,
+    as ``around`` says, the first and the last norm."""
     indices = iter(range(projections + 1 + between + behind + sum(around)))
 
     def take(count: int) -> Tuple[int, ...]:
@@ -83,7 +83,7 @@ def of_operands(
 
 
 def part_of(owner: Any, part: Any, operands: Tuple[Any, ...]) -> Any:
-    """A part, or those in a tuple."""
+    """Return a part, or a tuple of the parts in a tuple."""
     if type(part) is tuple:
         return tuple(part_of(owner, each, operands) for each in part)
     if type(part) is int:

@@ -1,4 +1,4 @@
-"""``act(gate) * up`` where the products of an MLP are not fused: one kernel, where that takes less time than two."""
+"""``act(gate) * up`` if an MLP's GEMMs are not fused: one kernel, where that is faster than two."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ... import calls, dispatch
 from ...backends import reference
 from ..parts import forms, refusals
 
-is_traced = torch._C._is_tracing  # a size is a tensor then
+is_traced = torch._C._is_tracing  # sizes are tensors then
 
 
 def pays(act: Callable[[Tensor], Tensor], *values: Any) -> bool:
-    """True if one kernel takes less time for a product of this size; the last of the values is the gate."""
+    """True if one kernel is faster for a product of this size; the last of ``values`` is the gate."""
     gate = values[-1]
     if type(gate) is not Tensor or is_traced() or dispatch.is_small_product(gate):
         return False
@@ -25,7 +25,7 @@ def pays(act: Callable[[Tensor], Tensor], *values: Any) -> bool:
 
 
 def product(gate: Tensor, up: Any, act: Callable[[Tensor], Tensor], up_left: bool) -> Any:
-    """``act(gate) * up``, or ``up * act(gate)`` where ``up_left``, if a kernel pays for the gate."""
+    """Return ``act(gate) * up``, or ``up * act(gate)`` if ``up_left``, by one kernel if ``up`` matches the gate."""
     if not _are_alike(gate, up, up_left):
         return up * act(gate) if up_left else act(gate) * up
     return calls.act_and_mul(gate, up, forms.row_of(act))
@@ -36,4 +36,4 @@ def _are_alike(gate: Tensor, up: Any, up_left: bool) -> bool:
         return False
     if (gate.dtype, gate.device, gate.shape) != (up.dtype, up.device, up.shape):
         return False
-    return not up_left or gate.stride() == up.stride()  # the product lies in memory as its left factor does
+    return not up_left or gate.stride() == up.stride()  # the product has the strides of its left factor

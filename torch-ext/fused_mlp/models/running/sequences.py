@@ -1,9 +1,9 @@
-"""Modules that run one after the other: which of them are MLPs is decided by their classes, as they are at each call.
+"""Modules that run one after the other; their classes at each call decide which of them are MLPs.
 
-So run the parts of a ``nn.Sequential``, and those of a ``nn.ModuleList`` in a loop that does nothing else.
+These are the parts of an ``nn.Sequential``, or of an ``nn.ModuleList`` in a loop that does nothing else.
 
-Where MLPs can be among parts of some classes is found once and kept. Whether the parts there are plain is asked at each
-call, by what fuses them.
+Possible places of MLPs among parts of given classes are computed once and cached. At each call, the code that fuses the
+parts checks if they are plain.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .forwards import LINEAR, PLAIN
 
 
 def sequential(self: nn.Sequential, input: Tensor) -> Tensor:
-    """The forward of ``nn.Sequential``, with what is an MLP among its parts fused."""
+    """The forward of ``nn.Sequential`` with the MLPs among its parts fused."""
     return _sequential(self, input, PLAIN)
 
 
 def sequential_recomputed(self: nn.Sequential, input: Tensor) -> Tensor:
-    """The same, keeping less for the backward."""
+    """Like :func:`sequential`, but saves less for the backward."""
     return _sequential(self, input, _RECOMPUTED)
 
 
@@ -53,7 +53,7 @@ def _sequential(self: nn.Sequential, input: Tensor, plain: Pattern) -> Tensor:
 
 
 def in_turn(memory: str, modules: Iterable[nn.Module], x: Tensor) -> Tensor:
-    """The result of ``for module in modules: x = module(x)``; ``memory`` selects the values that training keeps."""
+    """Run ``for module in modules: x = module(x)`` and return x; ``memory`` selects the values that training saves."""
     if type(modules) is nn.ModuleList:
         is_compiled = shortcut.plain is not None and memory == training.KEPT and not shortcut.is_traced()
         is_left = not shortcut.is_grad_enabled() and modules.training and shortcut.is_as_recorded(modules, x)
@@ -92,7 +92,7 @@ def _in_turn(parts: Tuple[nn.Module, ...], x: Tensor, plain: Pattern) -> Tensor:
 
 
 class Whole(NamedTuple):
-    """The parts of a sequence that is an MLP and no more. Those behind it are dropouts and identities."""
+    """The parts of a sequence that is an MLP and nothing more; ``behind`` are the dropouts and identities after it."""
 
     projections: Tuple[nn.Module, nn.Module]
     act: nn.Module
@@ -101,7 +101,7 @@ class Whole(NamedTuple):
 
 
 def whole(module: nn.Sequential) -> Optional[Whole]:
-    """The MLP that a sequence is by the classes of its parts; None if it is none or begins with a first module."""
+    """Return the MLP that a sequence is, by its classes; None if it is not one or begins with a first module."""
     parts = tuple(module._modules.values())
     if not is_whole(parts) or _places(parts)[0].act is None:
         return None
@@ -110,16 +110,16 @@ def whole(module: nn.Sequential) -> Optional[Whole]:
 
 
 def is_whole(parts: Tuple[nn.Module, ...]) -> bool:
-    """True if modules that run one after the other are exactly one MLP, by their classes."""
+    """True if modules that run one after the other form exactly one MLP, by their classes."""
     first, *others = _places(parts) or (None,)
     is_mlp = first is not None and not others and first.first == 0 and first.second is not None
     return is_mlp and _behind_passing(parts, first.second + 1) == len(parts)
 
 
 class _Place(NamedTuple):
-    """The indices of an MLP among parts: its first linear layer, the activation behind it, its second linear layer.
+    """The indices of an MLP among parts: its first linear layer, the activation after it, its second linear layer.
 
-    ``second`` is None if there is only the first layer, ``act`` if the first part is a first module.
+    ``second`` is None if there is only one layer, and ``act`` is None if the first part is a first module.
     """
 
     first: int
@@ -131,7 +131,7 @@ known: Dict[Tuple[type, ...], Tuple[_Place, ...]] = {}  # by the classes of the 
 
 
 def _places(parts: Tuple[nn.Module, ...]) -> Tuple[_Place, ...]:
-    """The places of MLPs and layers that can be fused among parts of these classes, in their order."""
+    """Return the places of fusible MLPs and layers among parts of these classes, in order."""
     kinds = tuple(map(type, parts))
     if kinds not in known:
         known[kinds] = tuple(_found_places(parts))
@@ -149,7 +149,7 @@ def _found_places(parts: Tuple[nn.Module, ...]) -> Iterator[_Place]:
         last = index if is_first else act
         second = _behind_passing(parts, last + 1)
         is_mlp = second < len(parts) and _is_layer(parts[second])
-        # A second layer with an activation of its own begins the next MLP.
+        # A second layer that has its own activation begins the next MLP.
         is_mlp = is_mlp and not _is_activation(parts[second + 1 : second + 2])
         if is_mlp or not is_first:
             yield _Place(index, act, second if is_mlp else None)
@@ -157,12 +157,12 @@ def _found_places(parts: Tuple[nn.Module, ...]) -> Iterator[_Place]:
 
 
 def _is_layer(part: nn.Module) -> bool:
-    """True for a linear layer by its class, and for one with an adapter."""
+    """True for a class of linear layers, or a layer with an adapter."""
     return not refusals.is_foreign(part) or adapters.is_known(part)
 
 
 def _is_activation(part: Tuple[nn.Module, ...]) -> bool:
-    """True if a slice of parts has one whose class computes a row of the table."""
+    """True if a slice of parts holds one whose class computes a row of the table."""
     return any(isinstance(each, nn.Module) and row_of_class(each) is not None for each in part)
 
 
@@ -172,9 +172,9 @@ def _behind_passing(parts: Tuple[nn.Module, ...], index: int) -> int:
     return index
 
 
-SEQUENTIAL = {"activations": sequential, "recompute": sequential_recomputed}  # by what training keeps
+SEQUENTIAL = {"activations": sequential, "recompute": sequential_recomputed}  # by the values that training saves
 for _forward in SEQUENTIAL.values():
-    _forward.__name__ = "forward"  # the name under which a bound method is pickled
-    _forward.__wrapped__ = nn.Sequential.forward  # what torch.jit.script compiles
+    _forward.__name__ = "forward"  # bound methods are pickled by this name
+    _forward.__wrapped__ = nn.Sequential.forward  # torch.jit.script compiles this
     written[_forward] = as_written("forward", nn.Sequential.forward)
 _instead_of_sequential = switching.instead_of(as_written("forward", nn.Sequential.forward))

@@ -1,9 +1,9 @@
-"""The short way of a fused call: from the parts of a module to the compiled op.
+"""The fast path of a fused call, from the parts of a module to the compiled op.
 
-A call inside of a model finds the processor's caches full of the rest of the model, so its time goes with the code and
-the data that it touches. Of the commonest case, plain linear layers and a known activation, compiled code
-(torch-ext/calls/plain_modules.h) asks what :mod:`forwards` asks with the help of four other modules. All other cases
-are left to that. Nothing is remembered of a module: weights that were replaced, hooks, adapters, modes and patched
+Inside a model, a call finds the CPU caches full of the rest of the model, so its time depends on the code and data that
+it touches. For the common case of plain linear layers and a known activation, compiled code
+(torch-ext/calls/plain_modules.h) runs the checks that :mod:`forwards` runs with four other modules. All other cases
+fall back to :mod:`forwards`. No state of a module is cached: replaced weights, hooks, adapters, modes and patched
 functions are seen as they are at the call.
 """
 
@@ -33,7 +33,7 @@ from ..reading.attributes import FUSED, own_method
 from . import forwards, plans
 from .plans import Plan, part_of
 
-# Bound once: a name of another module costs two look-ups more.
+# Bound once: a name of another module costs two more look-ups.
 is_traced, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
 _originals = {(owner, name): original for owner, name, original in refusals._ORIGINALS}
 
@@ -41,36 +41,36 @@ _originals = {(owner, name): original for owner, name, original in refusals._ORI
 _CALL, _DROPOUT = _originals[nn.Linear, "__call__"], _originals[F, "dropout"]
 
 
-# Activations, by function or class, with the codes of their rows. Those of torch.nn.GELU by its ``approximate``.
+# Activations, by function or class, with the codes of their rows; those of torch.nn.GELU by its ``approximate``.
 _known: Dict[Any, Tuple[Guards, int]] = {}
-# Classes of activations, and forwards of kernels that kernelize has put into their modules. Likewise classes of norms,
-# and their fused forwards.
+# Classes of activations with the kernel forwards that kernelize put into their modules; also classes of norms with
+# their fused forwards.
 _kernels: Dict[Tuple[type, Callable[..., Tensor]], bool] = {}
-# Classes of linear layers beside torch's, and whether their weights are [in, out]; if not, they have no bias.
+# Linear classes other than torch's, and whether their weights are [in, out]; those that are not have no bias.
 _linears: Dict[type, Tuple[Guards, bool]] = {}
 _OP_NAMES = ("linear", "mlp", "gated_linear", "gated_mlp", "residual_mlp", "residual_gated_mlp")
 _TRAINING_OP_NAMES = ("training_forward", "training_backward", "training_backward_")
 _TRAINING_OP_NAMES += ("norm_forward", "sum_norm_forward", "norm_backward", "adapted_forward", "adapted_backward")
 _TRAINING_OP_NAMES += ("projections_forward", "projections_backward", "rotary")
-# Without what OpOverload does before this in Python.
+# The ops without OpOverload's Python overhead.
 _ops = {name: getattr(getattr(native, name), "_op", None) for name in (*_OP_NAMES, *_TRAINING_OP_NAMES)}
 _act_and_mul = getattr(native.act_and_mul, "_op", None)
 
-# By name of an op that may take more time than its parts where autograd follows: the function that computes these.
+# For each op that may be slower than its parts under autograd: the function that runs the parts.
 _parts = {"linear": reference.linear}
 if native.DEVICE_TYPE == "cpu":
     _parts.update({name: getattr(reference, name) for name in ("mlp", "gated_linear", "gated_mlp")})
 
 
 def _composed(pattern: Pattern, operands: Tuple[Any, ...]) -> Optional[Tensor]:
-    """An MLP part by part, given the operands of its op; None where its parts do not fit."""
+    """Run an MLP part by part, given the operands of its op; None if its parts do not fit together."""
     x, *given, code = operands
     weights, biases = given[: len(given) // 2], given[len(given) // 2 :]
     try:
         if not pattern.gated:
             return getattr(reference, pattern.op)(*operands)
         if pattern.packed:
-            if weights[0].size(0) % 2 != 0:  # there are no halves
+            if weights[0].size(0) % 2 != 0:  # it has no halves
                 return None
             weight, bias = (weights[1], biases[1]) if pattern.whole else (None, None)
             return reference.packed_gated(x, weights[0], weight, biases[0], bias, code, pattern.up_first, _product)
@@ -78,7 +78,7 @@ def _composed(pattern: Pattern, operands: Tuple[Any, ...]) -> Optional[Tensor]:
             return None
         hidden = _product(F.linear(x, weights[0], biases[0]), F.linear(x, weights[1], biases[1]), code)
         return F.linear(hidden, weights[2], biases[2]) if pattern.whole else hidden
-    except RuntimeError:  # eager says what is wrong with the operands
+    except RuntimeError:  # eager reports what is wrong with the operands
         return None
 
 
@@ -88,20 +88,20 @@ def _product(gate: Tensor, up: Tensor, code: int) -> Tensor:
 
 
 def known_by(act: Union[Act, str]) -> Union[Act, str]:
-    """The key of an activation in compiled code: the table's function if a method is or spells out a row of it."""
+    """Return the key of an activation in compiled code: the table's function, if a method is or spells out its row."""
     if type(act) is not forms.Form and type(act) is not MethodType:
         return act
     row = forms.row_of(act)
     return act if row is None else row.function
 
 
-# A function that returns something true where torch's dispatcher has more to do than to call an op. A future torch may
-# lack it: all ops are called then.
+# A function that is true if torch's dispatcher has more to do than to call an op. A future torch may lack it; then all
+# ops go through the dispatcher.
 _is_profiled = getattr(torch.autograd, "_profiler_enabled", None)
 
 
 def _handles() -> Optional[Tuple[Callable[..., Any], Callable[..., Any]]]:
-    """Functions of torch from a tensor to a handle, and from a list of these to tensors; None where there are none."""
+    """Return torch's functions from a tensor to a handle and from a list of handles to tensors; None if missing."""
     functions = getattr(torch._C, "_aoti", None)
     to_handle = getattr(functions, "unsafe_alloc_void_ptr_from_tensor", None)
     to_tensors = getattr(functions, "alloc_tensors_by_stealing_from_void_ptrs", None)
@@ -197,7 +197,7 @@ _settings = {
     "few_rows": dispatch.FEW_QUANTIZED_ROWS,
     "most_rows": dispatch.most_rows_of_size,
 }
-plain = native.plain_modules  # None where nothing is compiled
+plain = native.plain_modules  # None if this build has no compiled code
 if plain is not None:
     plain.configure(_settings)
 
@@ -207,21 +207,21 @@ _NO_ACTIVATION = get_activation("linear").function
 
 
 def fused(plan: Plan, module: Optional[nn.Module], x: Tensor, operands: Tuple[Any, ...] = ()) -> Optional[Tensor]:
-    """The result of a plan by compiled code where there is one, else by ``forwards``; None where no op is taken."""
+    """Run a plan by compiled code if there is any, else by ``forwards``; None if no op takes it."""
     if not is_grad_enabled() and (module is None or module.training) and is_as_recorded(module, x, operands):
         return training.as_recorded(lambda given: fused(plan, module, given, operands), x)
-    if plain is not None and not is_traced():  # Dynamo cannot look into compiled code
+    if plain is not None and not is_traced():  # Dynamo cannot trace compiled code
         found = plain.fused(plan, module, x, operands)
         if type(found) is tuple:
             found = recorded_or_packed(plan.pattern, *found)
-        if found is False:  # a dropout in front of an adapter is active, which no op takes
+        if found is False:  # an adapter's input dropout is active, which no op supports
             return None
         if found is not None:
             return found
         has_known = _has_known(plan, module, x, operands)
         if not (has_known or _is_asked_again(module, plan.names)):
             return None
-        if not has_known:  # else their classes were met when the model was fused
+        if not has_known:  # otherwise the classes were learned when the model was fused
             learn(part_of(module, plan.act, operands))
             learn_layers(part_of(module, plan.projections, operands))
     projections, act, between = (part_of(module, part, operands) for part in (plan.projections, plan.act, plan.between))
@@ -229,9 +229,9 @@ def fused(plan: Plan, module: Optional[nn.Module], x: Tensor, operands: Tuple[An
 
 
 def is_as_recorded(module: Optional[nn.Module], x: Any, operands: Tuple[Any, ...] = ()) -> bool:
-    """``training.is_as_recorded`` of a module, or of the first one among operands.
+    """``training.is_as_recorded`` for a module, or for the first module among the operands.
 
-    Callers first ask for the two flags that most calls fail, autograd off and training mode: that takes no frame.
+    Callers first check the two flags that most calls fail, autograd off and training mode, which needs no Python frame.
     """
     if module is None:
         module = next((operand for operand in operands if isinstance(operand, nn.Module)), None)
@@ -239,9 +239,10 @@ def is_as_recorded(module: Optional[nn.Module], x: Any, operands: Tuple[Any, ...
 
 
 def is_left_in_training(module: nn.Module, method: FunctionType, *given: Any) -> bool:
-    """True if a module whose fused method no op computes where autograd follows runs ``method``, that of its class.
+    """True if autograd records a call of a fused module that no op supports in training, so ``method`` of its class
+    runs.
 
-    Asked first, this saves all other questions of such a call.
+    Checked first, this saves such a call all other checks.
     """
     if not is_grad_enabled() or is_traced() or torch._C._get_tracing_state() is not None:
         return False
@@ -256,13 +257,13 @@ def is_left_in_training(module: nn.Module, method: FunctionType, *given: Any) ->
 def fused_parts(
     pattern: Pattern, x: Tensor, projections: Tuple[nn.Module, ...], act: Act, between: Sequence[forwards.Part] = ()
 ) -> Optional[Tensor]:
-    """The same of parts that are at hand."""
+    """Like :func:`fused`, for parts given as objects."""
     plan = plans.of_operands(pattern, len(projections), len(between))
     return fused(plan, None, x, (*projections, act, *between))
 
 
 def _has_known(plan: Plan, module: Optional[nn.Module], x: Any, operands: Tuple[Any, ...]) -> bool:
-    """True if a projection has an adapter, or a quantised weight, that compiled code does not take, and Python may."""
+    """True if a projection has an adapter or quantised weight that compiled code does not handle but Python may."""
     found = False
     for part in plan.projections:
         held = operands[part] if type(part) is int else getattr(module, part)
@@ -279,15 +280,15 @@ def _has_known(plan: Plan, module: Optional[nn.Module], x: Any, operands: Tuple[
     return found
 
 
-_missed: Dict[Tuple[Any, ...], int] = {}  # how often, by ids of classes, which are not to be kept, and names of parts
+_missed: Dict[Tuple[Any, ...], int] = {}  # count by ids of classes, to keep no references, and by part names
 
 
 def _is_asked_again(module: Optional[nn.Module], names: Tuple[str, ...]) -> bool:
-    """True if Python has to look at parts that compiled code does not take: it knows of autocast and forced backends.
+    """True if Python has to examine parts that compiled code does not take, for autocast or a forced backend.
 
-    It also learns of classes, when a miss has occurred once, twice, four times, ...
+    Python also learns classes, so this is true for the first, second, fourth, eighth, ... miss.
     """
-    if torch._C._get_tracing_state() is not None:  # which names what it records by the attributes that are read
+    if torch._C._get_tracing_state() is not None:  # tracing names what it records by the attributes that are read
         return False
     if torch._C._is_any_autocast_enabled() or len(dispatch._open_blocks) > 1:
         return True
@@ -305,13 +306,12 @@ def block(
     modulation: Modulation = None,
     operands: Tuple[Any, ...] = (),
 ) -> Optional[Tensor]:
-    """The block of an MLP, or of a layer: ``last(residual + behind(mlp(first(x))) * factor)``; None if no op takes it.
+    """Run the block of an MLP or layer, ``last(residual + behind(mlp(first(x))) * factor)``; None if no op takes it.
 
-    A norm that is None does nothing. With a ``modulation``, ``first(x) * (1 + scale) + shift`` takes the place of
-    ``first(x)``.
+    A norm that is None is skipped. With a ``modulation``, ``first(x) * (1 + scale) + shift`` replaces ``first(x)``.
 
-    The result has adjacent rows. The factor is a number, or a scale of the features, as those of a modulation are: one
-    for all rows, or for rows that follow each other.
+    The rows of the result are adjacent. The factor is a number or a per-feature scale. Like the scale and shift of a
+    modulation, it applies to all rows or to consecutive groups of rows.
     """
     if not is_grad_enabled() and (module is None or module.training) and is_as_recorded(module, x, operands):
         return recorded_block(block, plan, module, x, residual, factor, modulation, operands)
@@ -324,21 +324,21 @@ def block(
 def recorded_block(
     compute: Callable[..., Any], plan: Plan, module: Any, x: Tensor, residual: Tensor, *rest: Any
 ) -> Any:
-    """A block, by :func:`block` or its like, as autograd records it."""
+    """Run a block, by :func:`block` or a similar function, as autograd would record it."""
     return training.as_recorded(lambda new: compute(plan, module, new, new if residual is x else residual, *rest), x)
 
 
 def ending(plan: Plan, module: nn.Module, x: Tensor, residual: Tensor) -> Optional[Tensor]:
-    """``last(behind(projection(x)) + residual)`` in one op; None if none takes it. The activation is an operand."""
+    """Run ``last(behind(projection(x)) + residual)`` as one op; None if none takes it. The activation is an operand."""
     return block(plan, module, x, residual, operands=(_NO_ACTIVATION,))
 
 
 def of_operands(
     pattern: Pattern, operands: Tuple[Any, ...], dropout: Optional[float] = None, added: Optional[Tensor] = None
 ) -> Optional[Tensor]:
-    """The block whose operands compiled code gives back, of ``x + added`` if there is one; None if no op computes it.
+    """Run the block whose operands compiled code returned, on ``x + added`` if given; None if no op supports it.
 
-    ``dropout``, where autograd follows: the probability of an active one behind the MLP. Then the block is one node.
+    ``dropout`` is given under autograd: the probability of active dropout after the MLP. The block is one node then.
     """
     if dropout is None:
         return _packed_block(pattern, operands)
@@ -347,12 +347,12 @@ def of_operands(
     if is_of_sum:
         weight, bias, eps, code = last_weight, last_bias, last_eps, last_code
     else:
-        residual = added  # else it is x
+        residual = added  # None means x
         if (weight is not None and weight.dim() != 1) or (bias is not None and bias.dim() != 1):
             return None
     if len(given) == 6:
         layers, up_first = (x, *given), None
-    elif len(given) == 2:  # a single layer
+    elif len(given) == 2:  # one layer
         layers, up_first = (x, given[0], None, None, given[1], None, None), None
     else:
         first, second, first_bias, second_bias = given
@@ -374,27 +374,27 @@ def of_operands(
             return whole_blocks.post_normed(*given)[0]
         found = whole_blocks.pre_normed(*given)
         return found if added is None else found[0]
-    except RuntimeError:  # eager says what is wrong with the operands
+    except RuntimeError:  # eager reports what is wrong with the operands
         return None
 
 
 def _packed_block(pattern: Pattern, operands: Tuple[Any, ...]) -> Optional[Tensor]:
-    """The block of a gated MLP whose gate and up are halves of one projection; None if no op computes it."""
+    """Run the block of a gated MLP whose gate and up are halves of one projection; None if no op supports it."""
     x, gate_up, down, gate_up_bias, down_bias, *others = operands
     if not _are_halves(gate_up, gate_up_bias):
         return None
     weights, biases = halves(gate_up, pattern.up_first), halves(gate_up_bias, pattern.up_first)
     try:
         return _ops["residual_gated_mlp"](x, *weights, down, *biases, down_bias, *others)
-    except RuntimeError:  # eager broadcasts the operands, or says what is wrong with them
+    except RuntimeError:  # eager broadcasts the operands or reports what is wrong
         return None
 
 
 def recorded_or_packed(pattern: Pattern, x: Tensor, *given: Any) -> Optional[Tensor]:
-    """The result, given the parameters of the projections and the code of the activation; None if no op computes it."""
+    """Run an op, given the projections' parameters and the activation's code; None if no op supports it."""
     code, count = given[-1], len(given) // 2
     weights, biases, up_first = given[:count], given[count:-1], None
-    # The operands of a pattern that is not packed come back only where autograd follows.
+    # Operands of a pattern that is not packed are returned only under autograd.
     recorded = not pattern.packed or (training.is_recording() and _needs_gradient(x, *given[:-1]))
     if pattern.packed:
         if not _are_halves(weights[0], biases[0]):
@@ -414,7 +414,7 @@ def recorded_or_packed(pattern: Pattern, x: Tensor, *given: Any) -> Optional[Ten
         if training.refusal(name, code) is not None:
             return None
         return training.run(name, (x, *weights, *biases), code, pattern.memory, up_first, is_quiet=True)
-    except RuntimeError:  # eager broadcasts the operands, or says what is wrong with them
+    except RuntimeError:  # eager broadcasts the operands or reports what is wrong
         return None
 
 
@@ -423,26 +423,26 @@ def _are_halves(weight: Tensor, bias: Optional[Tensor]) -> bool:
 
 
 def _needs_gradient(*given: Optional[Tensor]) -> bool:
-    for tensor in given:  # noqa: SIM110 (a generator costs more than what it runs)
+    for tensor in given:  # noqa: SIM110 (a generator costs more than the loop)
         if tensor is not None and tensor.requires_grad:
             return True
     return False
 
 
 def learn_layers(projections: Iterable[nn.Module]) -> None:
-    """Takes the classes of linear layers beside torch's among those known."""
+    """Add the linear classes other than torch's to those known."""
     for projection in projections:
         kind = type(projection)
         if kind not in _linears and refusals.is_other_linear(projection) and refusals.is_as_written(kind):
-            addmm = torch, "addmm", _originals[torch, "addmm"]  # which Conv1D calls
+            addmm = torch, "addmm", _originals[torch, "addmm"]  # called by Conv1D
             unchanged = (kind, "__call__", _CALL), (kind, "forward", kind.forward), addmm
             _linears[kind] = Guards(unchanged), refusals.is_transposed(kind)
 
 
 def learn(act: Act) -> None:
-    """Adds an activation, or its class, to those known, and the kernel that kernelize has put into it.
+    """Add an activation, or its class, to those known, along with the kernel that kernelize put into it.
 
-    The table names it and nobody has altered it, or its code was read.
+    It is added if the table names it and it is unaltered, or if its code was analysed.
     """
     kind, key, own, of_class = type(act), act, None, ()
     if isinstance(act, nn.Module):
@@ -467,12 +467,12 @@ def learn(act: Act) -> None:
         return
     if own is not None:
         _kernels[kind, own] = True
-    if key not in _known:  # another thread may be reading what is there
+    if key not in _known:  # another thread may be reading the entry
         _known[key] = guards, row.code
 
 
 def know_kernel(kind: type, forward: FunctionType) -> None:
-    """Takes a forward that modules of a class may hold for one that computes what the class's does."""
+    """Register a forward that modules of a class may hold, which computes the same as the class's own."""
     _kernels[kind, forward] = True
 
 

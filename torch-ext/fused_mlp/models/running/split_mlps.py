@@ -1,11 +1,11 @@
-"""MLPs whose segments are two modules of a third: BERT's intermediate and output, and their like.
+"""MLPs split into two modules of a third, such as BERT's intermediate and output.
 
-A first module computes hidden values, ``act(projection(x))``, and nothing else; a second module begins with the last
-projection of what it is given. Where a module's code hands what comes out of a first module to a second module and to
-nothing else, the two run as one fused call: the first module hands over its parts in place of hidden values, and the
-second module's own code goes on behind the projection. That skips the calls of two modules, so whatever such a call
-does beyond the forward that was read, the two are called one after the other, as the code says. A linear layer behind a
-first module, in a sequence, is a second module too.
+A first module computes hidden values, ``act(projection(x))``, and nothing else. A second module begins with the last
+projection, applied to its input. If a module's code passes the output of a first module only to a second module, the
+two run as one fused call: the first module hands over its parts instead of hidden values, and the second module's code
+continues after the projection. This skips the calls of both modules, so if such a call does anything beyond the forward
+that was read, the two are called one after the other, as written. In a sequence, a linear layer after a first module is
+a second module too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _backward_hooks, _backward_pre_hooks = _torch_module._global_backward_hooks, _to
 
 
 class Pending(NamedTuple):
-    """The result of a first module: the pattern of the whole MLP and its operands up to the activation."""
+    """The result of a first module: the pattern of the whole MLP, and its operands up to the activation."""
 
     pattern: Pattern
     x: Tensor
@@ -41,10 +41,10 @@ class Pending(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The parts of a module that is an MLP and no more.
+    """The parts of a module that is an MLP and nothing more.
 
-    ``names``: its activation, its ``layers`` projections, and what is between and behind these. ``drops``: dropouts
-    that are functions depend on its mode.
+    ``names`` are those of its activation, its ``layers`` projections, and the parts between and after these. ``drops``
+    is True if functional dropouts depend on the module's mode.
     """
 
     pattern: Pattern
@@ -54,23 +54,22 @@ class Parts(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A first module or a second module: the forward of a class, what was found in it, and the function that was made
-    of it.
+    """A first or second module: the forward of a class, what was found in it, and the function generated from it.
 
-    A first module's takes the module and x, and returns :class:`Pending`, or hidden values in branches without an MLP;
-    a second module's is its forward, given the former as hidden values. A module that is a whole MLP, and no more, has
-    none.
+    A first module's function takes the module and x, and returns :class:`Pending`, or hidden values in branches without
+    an MLP. A second module's function is its forward with a :class:`Pending` in place of hidden values. A module that
+    is a whole MLP and nothing more has no function.
 
-    ``names``, where the parts are children of the module under names: of a first module (pattern of the whole MLP,
-    (activation, projections)); of a whole MLP :class:`Parts`; of a second module its projection, the modules that may
-    hand on what they are given, and the norm that ``ending`` tells of. For a module that runs the modules of a list one
-    after the other, which are one MLP, it is (None, the name of the list, ``sequences.known``, ``firsts``, the pattern
-    of an MLP without a gate); for the block of a mixture, (its records,). ``rest`` is a second module's forward from
-    behind its projection on, given the result of that, where its parts have names. ``ending`` is whether a norm
-    follows, where the rest is a sum with the second module's other argument. ``before_a_norm`` is a first module's
-    ``function`` for a call whose x has yet to go through a norm: it does nothing with x but to hand it over, and
-    returns None in branches without an MLP. ``behind``: how many parts, the last of those that hand on what they are
-    given, come behind a second module's projection, or the last one of a whole MLP.
+    ``names`` is set if the parts are children of the module under names. For a first module it is (pattern of the whole
+    MLP, (activation, projections)); for a whole MLP :class:`Parts`; for a second module its projection, the modules
+    that may pass their input through, and the norm of ``ending``. For a module that runs the modules of a list one
+    after the other, which together are one MLP, it is (None, the name of the list, ``sequences.known``, ``firsts``, the
+    pattern of an ungated MLP); for the block of a mixture, (its records,). ``rest`` is a second module's forward after
+    its projection, given the projection's result, if its parts have names. ``ending`` is set if the rest is a sum with
+    the second module's other argument, and says whether a norm follows. ``before_a_norm`` is a first module's
+    ``function`` for a call whose x still has to go through a norm: it only hands x over, and returns None in branches
+    without an MLP. ``behind`` is the number of pass-through parts, the last ones, that follow a second module's
+    projection or the last projection of a whole MLP.
     """
 
     forward: FunctionType
@@ -84,7 +83,7 @@ class Segment(NamedTuple):
     behind: int = 0
 
 
-# By forwards, those of fused modules too; of whole MLPs those of fused modules alone: others are called.
+# By forward, including those of fused modules; ``wholes`` has only those of fused modules, since others are called.
 firsts: Dict[Callable[..., Any], Segment] = {}
 seconds: Dict[Callable[..., Any], Segment] = {}
 wholes: Dict[Callable[..., Any], Segment] = {}
@@ -93,7 +92,7 @@ wholes: Dict[Callable[..., Any], Segment] = {}
 def split_mlp_of_children(
     memory: str, owner: nn.Module, names: Tuple[str, str], x: Tensor, *rest: Any, **named: Any
 ) -> Any:
-    """:func:`split_mlp` of the children of a module under these names."""
+    """Run :func:`split_mlp` on the children of a module under these names."""
     is_off = not shortcut.is_grad_enabled() and owner.training
     if _plain is not None:
         given = () if named else rest
@@ -101,7 +100,7 @@ def split_mlp_of_children(
             found = training.as_recorded(lambda new: _split_mlp_of_children(memory, owner, names, new, x, given), x)
         else:
             found = _split_mlp_of_children(memory, owner, names, x, x, given)
-        if found is False and memory == training.KEPT:  # it does too little for an op
+        if found is False and memory == training.KEPT:  # it does too little work for an op
             return None
         if found is not None and found is not False:
             if type(found) is not tuple:
@@ -115,8 +114,7 @@ def split_mlp_of_children(
 def _split_mlp_of_children(
     memory: str, owner: nn.Module, names: Tuple[str, str], x: Tensor, old: Tensor, rest: Tuple[Any, ...]
 ) -> Any:
-    """The result of two segments, or of the MLP alone with the segment and the module of the second module; None if
-    none is known.
+    """Run two segments, or the MLP alone, returned with the second module and its segment; None if they are unknown.
 
     ``old`` stands for x among the ``rest``.
     """
@@ -128,8 +126,7 @@ def _split_mlp_of_children(
 
 
 def split_mlp(memory: str, second: nn.Module, first: nn.Module, x: Tensor, *rest: Any, **named: Any) -> Any:
-    """``second(first(x), *rest, **named)``; ``memory``: what training keeps. None where the two have to
-    be called."""
+    """Return ``second(first(x), *rest, **named)``, or None if the two have to be called; training saves ``memory``."""
     last = running(second, seconds)
     handed = None if type(last) is str else _handed(memory, first, x)
     if type(handed) is Pending:
@@ -140,9 +137,9 @@ def split_mlp(memory: str, second: nn.Module, first: nn.Module, x: Tensor, *rest
 def followed(
     memory: str, first: nn.Module, between: Tuple[nn.Module, ...], projection: nn.Module, x: Tensor
 ) -> Optional[Tensor]:
-    """``projection(...(first(x)))``, with dropouts and identities between; None where these have to be called.
+    """Return ``projection(...(first(x)))`` with dropouts and identities between; None if they have to be called.
 
-    ``memory``: what training keeps.
+    ``memory`` selects the values that training saves.
     """
     if adapters.of_projection(projection) is not None or not forwards.passes(between, x, projection):
         return None
@@ -153,17 +150,17 @@ def followed(
 
 
 def _is_taken(pending: Pending) -> bool:
-    """True if nothing is known that keeps the parts of a first module from being one op with a projection."""
+    """True if no known condition keeps the parts of a first module and a projection from being one op."""
     return forms.row_of(pending.act) is not None and all(
         adapters.of_projection(each) is None for each in pending.projections
     )
 
 
 def _handed(memory: str, first: nn.Module, x: Tensor) -> Union[Pending, Tensor, None]:
-    """The result of a first module for its second module; None if the module is no first module or its call does more
-    than its forward.
+    """Return the result of a first module for its second module; None if it is not a first module, or if calling it
+    does more than its forward.
 
-    It is a tensor of hidden values if the first module takes a branch without an MLP.
+    The result is a tensor of hidden values if the first module takes a branch without an MLP.
     """
     segment = running(first, firsts)
     if type(segment) is str or _are_watched():
@@ -175,20 +172,20 @@ def _handed(memory: str, first: nn.Module, x: Tensor) -> Union[Pending, Tensor, 
 
 
 def finished(pending: Pending, projection: nn.Module, between: Sequence[Any]) -> Tensor:
-    """The result of the projection that a second module begins with."""
+    """Return the result of the projection that a second module begins with."""
     pattern, x, projections, act = pending
     found = shortcut.fused_parts(pattern, x, (*projections, projection), act, between)
     return forwards.called(pattern, x, (*projections, projection), act, between) if found is None else found
 
 
 def is_first(kind: type) -> bool:
-    """True if the forward of a class is that of a first module."""
+    """True if a class has the forward of a first module."""
     forward = getattr(kind, "forward", None)
     return type(forward) is FunctionType and forward in firsts
 
 
 def running(part: Any, segments: Dict[Callable[..., Any], Segment]) -> Union[Segment, str]:
-    """The segment that calling a module runs, and nothing else; or what else it does, as a noun phrase."""
+    """Return the segment that calling a module runs and nothing else; otherwise what else the call does, as a noun."""
     kind = type(part)
     forward = getattr(kind, "forward", None)
     own = own_method(part, "forward") if isinstance(part, nn.Module) else None
@@ -196,13 +193,13 @@ def running(part: Any, segments: Dict[Callable[..., Any], Segment]) -> Union[Seg
     segment = segments.get(forward if mark is None else own) if type(forward) is FunctionType else None
     if segment is None or kind.__call__ is not _call:
         return f"a {kind.__name__}"
-    held = mark is not None and mark.get("forward")  # made of one that the module itself held
+    held = mark is not None and mark.get("forward")  # generated from a method that the module itself held
     if not (held or forward is segment.forward) or not are_unchanged(segment.guards.unchanged):
         return f"a patched {kind.__name__}"
     return (hooks_of(part) if held else of_call(part)) or segment
 
 
 def _are_watched() -> bool:
-    """True if hooks or modes may observe every call of a module."""
+    """True if hooks or modes may observe every module call."""
     hooks = _forward_hooks or _forward_pre_hooks or _backward_hooks or _backward_pre_hooks
     return bool(hooks) or calls.pointwise_reason() is not None
