@@ -272,7 +272,7 @@ def half_range(times: dict) -> float:
 
 
 def models_speedup(result: dict, mode: str) -> float | None:
-    """None if unfused copies differ by more than fusing could explain, or nothing was measured."""
+    """The speed-up, or None if copies differ by more than fusing could explain, or nothing was measured."""
     ratio = result["ratios"].get(mode)
     if ratio is None or ratio["high"] - ratio["low"] > 0.25 * ratio["ratio"]:
         return None
