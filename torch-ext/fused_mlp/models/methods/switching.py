@@ -136,10 +136,11 @@ def made(kind: str, forward: FunctionType, original: Written) -> FunctionType:
 def fused_forward(
     kind: str,
     method: FunctionType,
-    compute: Callable[[nn.Module, Any], Any],
+    compute: Callable[..., Any],
     trace: Optional[Callable[..., Any]] = None,
+    arguments: int = 1,
 ) -> FunctionType:
-    """The forward of a class made anew: the result of ``compute`` for a call with one argument, x.
+    """The forward of a class made anew: the result of ``compute`` for a call with so many arguments.
 
     The original runs where that is None, and where a graph is traced; by ``trace``, if given (``traced.run``).
     """
@@ -153,10 +154,10 @@ def fused_forward(
             another = instead(self)
             if another is not None:
                 return another(self, *args, **kwargs)
-        if kwargs or len(args) != 1 or is_traced():
+        if kwargs or len(args) != arguments or is_traced():
             return method(self, *args, **kwargs)
-        result = compute(self, args[0])
-        return method(self, args[0]) if result is None else result
+        result = compute(self, *args)
+        return method(self, *args) if result is None else result
 
     return made(kind, forward, original)
 
