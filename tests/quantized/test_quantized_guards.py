@@ -16,7 +16,7 @@ from torch import nn
 import machine
 from modules import Gated, PackedGated
 from safety import assert_close
-from test_quantized_int8 import of_bitsandbytes, of_rows, of_torchao, quantized_parts
+from test_quantized_layers import decode_in_products, of_bitsandbytes, of_rows, of_torchao, quantized_parts
 
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes does not load on this machine", exc_type=ImportError)
 fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
@@ -42,12 +42,7 @@ def taken(fused_mlp, monkeypatch):
         wide = (state.CB.float() * state.SCB.view(-1, 1) / 127).to(x.dtype)
         return F.linear(x, wide, bias)
 
-    def multiply(x, weight, scales, block, dtype, activation_scale=None):
-        wide = fp8._dequantize_fp8_weight(weight, scales.float(), block, torch.float32)
-        return (x.float() @ wide.t()).to(dtype)
-
-    monkeypatch.setattr(fp8, "_FINEGRAINED_FP8", fp8.FineGrainedFP8(multiply, None, None))
-    monkeypatch.setenv("TRANSFORMERS_DISABLE_DEEPGEMM_LINEAR", "1")
+    decode_in_products(monkeypatch)
     monkeypatch.setattr(bnb.autograd._functions.MatMul8bitLt, "apply", multiply_int8)
     dispatch, quantized, running = (part_of(fused_mlp, name) for name in ("dispatch", *_MODULES))
     caches = dispatch._quantized_refusal, quantized.known, quantized.known_tensor
