@@ -317,13 +317,13 @@ def has_few_rows(x: Tensor) -> bool:
     return _rows_of(x) <= _FEW_ROWS
 
 
-def instead_of_native(op: str, x: Tensor, rows: float) -> Optional[ModuleType]:
-    """The backend that takes ``op`` on ``x``, of so many rows a weight, where the compiled op refuses other operands.
+def instead_of_native(x: Tensor, rows: float) -> Optional[ModuleType]:
+    """The backend that takes ``experts_mlp`` on ``x``, of so many rows an expert, where the compiled op refuses it.
 
     None is for the parts of the call, one by one.
     """
-    measured = op == "experts_mlp" and x.is_cuda and x.dtype != torch.float32 and rows <= _TRITON_EXPERTS_ROWS
-    if not measured or _open_blocks[-1].name != "auto" or triton.refusal(op, x) is not None:
+    measured = x.is_cuda and x.dtype != torch.float32 and rows <= _TRITON_EXPERTS_ROWS
+    if not measured or _open_blocks[-1].name != "auto" or triton.refusal("experts_mlp", x) is not None:
         return None
     return triton if native.is_hopper(x) else None
 
