@@ -35,7 +35,7 @@ from block_layers import (
     Summed,
 )  # fmt: skip
 from modules import Gated, Halves, RMSNorm
-from safety import assert_close, warmed, x_of
+from safety import alike, assert_close, warmed, x_of
 from test_block_ops import LAYER, NONE, RMS, SCALE
 from test_coverage import built, inputs_of, largest_error
 
@@ -259,9 +259,7 @@ MLP_CHANGES = {
 @pytest.mark.parametrize("change", MLP_CHANGES)
 def test_changes_of_the_mlp_are_seen(fused_mlp, device, blocks, change):
     module, fused = fused_pair(fused_mlp, device, Around)
-    for each in (module, fused):
-        torch.manual_seed(0)
-        MLP_CHANGES[change](each)
+    alike(MLP_CHANGES[change], module, fused)
     blocks.clear()
     with torch.no_grad():
         for x in (x_of(device), x_of(device)):
@@ -300,15 +298,9 @@ def test_changes_of_a_sequence_are_seen(fused_mlp, device, blocks, change):
         blocks.clear()
         assert_close(fused(x), module(x))
         assert len(blocks) == 1
-        for each in (module, fused):
-            torch.manual_seed(0)
-            SEQUENCE_CHANGES[change](each)
+        alike(SEQUENCE_CHANGES[change], module, fused)
         blocks.clear()
-        outcomes = []
-        for each in (module, fused):
-            torch.manual_seed(0)
-            outcomes.append(each(x))
-    assert_close(*outcomes)
+        assert_close(*alike(lambda each: each(x), module, fused))
     assert not blocks
 
 
@@ -376,10 +368,7 @@ def test_dropout_that_is_active_is_applied(fused_mlp, device, blocks, kind, part
     blocks.clear()
     with torch.no_grad():
         x = x_of(device)
-        torch.manual_seed(0)
-        expected = module(x)
-        torch.manual_seed(0)
-        assert_close(fused(x), expected)
+        assert_close(*alike(lambda each: each(x), fused, module))
     assert not blocks
 
 
