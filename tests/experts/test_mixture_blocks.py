@@ -15,6 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qw
 
 import machine
 import mixtures
+from test_mixture_models import error
 
 MODELS = ["qwen3_moe", "mixtral", "olmoe", "qwen3_vl_moe_text"]
 
@@ -69,10 +70,6 @@ def pair(fused_mlp, device, model_type="qwen3_moe", **options):
         for _ in range(4):
             layer_of(fused).mlp(torch.randn(1, 3, 32, device=device, dtype=model.dtype))
     return model, fused
-
-
-def error(got, expected):
-    return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 def bound(dtype):
