@@ -610,6 +610,18 @@ def test_code_that_depends_on_global_state(fused_mlp, device, written, context, 
     assert_same(fused_mlp, module, torch.randn(4, 32, device=device), fused="plain")
 
 
+def test_a_method_that_does_nothing_now(fused_mlp, device, written):
+    """All that it has is under a condition that does not hold when it is fused."""
+    body = "gate, up = self.gate_up_proj(x).chunk(2, self.dim)\nreturn self.down_proj(self.activation_fn(gate) * up)"
+    module = written(f"if self.flag:\n{textwrap.indent(body, '    ')}", "PackedGated")().to(device)
+    module.flag, module.dim = False, -1
+    plain, x = copy.deepcopy(module), torch.randn(4, 32, device=device)
+    (entry,) = fused_mlp.fuse_mlps(module).modules
+    assert [reason.code for reason in entry.reasons] == ["other branch"] and module(x) is None
+    module.flag = plain.flag = True
+    torch.testing.assert_close(module(x), plain(x), rtol=1e-3, atol=1e-4)
+
+
 # Methods that are no plain functions of a module.
 
 ODD = {
