@@ -316,13 +316,13 @@ def has_few_rows(x: Tensor) -> bool:
     return _rows_of(x) <= _FEW_ROWS
 
 
-def instead_of_native(op: str, x: Tensor, rows: float) -> Optional[ModuleType]:
-    """Return the backend for ``op`` on ``x`` after the compiled op has refused the other operands.
+def instead_of_native(x: Tensor, rows: float) -> Optional[ModuleType]:
+    """Return the backend for ``experts_mlp`` on ``x`` after the compiled op has refused the other operands.
 
     ``rows`` is the number of rows per weight. None means that the call is composed of its parts.
     """
-    measured = op == "experts_mlp" and x.is_cuda and x.dtype != torch.float32 and rows <= _TRITON_EXPERTS_ROWS
-    if not measured or _open_blocks[-1].name != "auto" or triton.refusal(op, x) is not None:
+    measured = x.is_cuda and x.dtype != torch.float32 and rows <= _TRITON_EXPERTS_ROWS
+    if not measured or _open_blocks[-1].name != "auto" or triton.refusal("experts_mlp", x) is not None:
         return None
     return triton if native.is_hopper(x) else None
 
