@@ -63,7 +63,6 @@ LEAST_COMPILED: int = 1 << 34 if native.DEVICE_TYPE == "cuda" else 0
 # A dropout, the sum with a residual and the norm of that as one op where autograd follows: from so many elements on.
 # The host takes 1.05 to 1.2 of eager's time for it, so it pays where a GPU has more to do than the host: about where
 # LEAST_WORK begins for MLPs of four times the width. On a CPU it was not measured.
-# From as many elements on, the sum in front of a block that begins with a norm is computed by the block's node.
 LEAST_SUM: Dict[torch.dtype, int] = dict.fromkeys(native._DTYPES, NEVER if native.DEVICE_TYPE == "cpu" else 1 << 22)
 
 # Projections of one input as one node where autograd follows: from so many elements of the input on, in training mode.

@@ -335,10 +335,8 @@ def ending(plan: Plan, module: nn.Module, x: Tensor, residual: Tensor) -> Option
     return block(plan, module, x, residual, operands=(_NO_ACTIVATION,))
 
 
-def of_operands(
-    pattern: Pattern, operands: Tuple[Any, ...], dropout: Optional[float] = None, added: Optional[Tensor] = None
-) -> Optional[Tensor]:
-    """The block whose operands compiled code gives back, of ``x + added`` if there is one; None if no op computes it.
+def of_operands(pattern: Pattern, operands: Tuple[Any, ...], dropout: Optional[float] = None) -> Optional[Tensor]:
+    """The block whose operands compiled code gives back; None if no op computes it.
 
     ``dropout``, where autograd follows: the probability of an active one behind the MLP. Then the block is one node.
     """
@@ -349,7 +347,7 @@ def of_operands(
     if is_of_sum:
         weight, bias, eps, code = last_weight, last_bias, last_eps, last_code
     else:
-        residual = added  # else it is x
+        residual = None  # it is x
         if (weight is not None and weight.dim() != 1) or (bias is not None and bias.dim() != 1):
             return None
     if len(given) == 6:
@@ -372,10 +370,7 @@ def of_operands(
             return None
     try:
         given = (*layers, residual, weight, bias, (eps, code, activation, up_first, keep, dropout))
-        if is_of_sum:
-            return whole_blocks.post_normed(*given)[0]
-        found = whole_blocks.pre_normed(*given)
-        return found if added is None else found[0]
+        return whole_blocks.pre_normed(*given) if residual is None else whole_blocks.post_normed(*given)[0]
     except RuntimeError:  # eager says what is wrong with the operands
         return None
 
