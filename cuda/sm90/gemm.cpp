@@ -4,8 +4,8 @@
 
 #include "../gemm/architecture.h"
 #include "../gemm/choice/refusal.h"
-#include "joint/joint.h"
 #include "grouped/grouped.h"
+#include "joint/joint.h"
 #include "low_rank/dropped.h"
 #include "low_rank/rank_rows.h"
 #include "plan/plan.h"
