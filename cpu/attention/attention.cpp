@@ -63,10 +63,6 @@ void turn_all(const Rotary& p) {
 
 // The functions that projections.h and rotated.h ask of a backend.
 struct Backend : Cpu {
-  static std::vector<Tensor> joint(const Tensor&, const TensorRows&, const OfProjections&, const OfProjections&) {
-    return {};
-  }
-
   static Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
     const TensorRows rows(x);
     const Tensor out = new_dense(x, with_features(x, weight.size(0)));

@@ -15,29 +15,6 @@ struct Backend : Cuda {
     return apply_layer(x, {weight, nullptr, bias, kNoBias, kNoActivation});
   }
 
-  static std::vector<Tensor> joint(const Tensor& x, const TensorRows& rows, const OfProjections& weights,
-                                   const OfProjections& biases) {
-    const Gpu& here = gpu(x.get_device_index());
-    const Architecture* const architecture = architecture_of(here);
-    if (architecture == nullptr || architecture->joint == nullptr || !*weights[1]) return {};
-    JointLayers product{matrix(rows), rows.rows, rows.cols, dtype_of(x, "x"), {}};
-    for (size_t i = 0; i < kProjections; ++i) {
-      JointLayer& layer = product.layers[i];
-      if (!*weights[i]) continue;
-      if (!describe_weight(**weights[i], &layer.weight) || !describe_bias(*biases[i], &layer.bias)) return {};
-      layer.n = (*weights[i])->size(0);
-    }
-    if (!architecture->joint->takes(product, here)) return {};
-    std::vector<Tensor> found;
-    for (JointLayer& layer : product.layers) {
-      if (layer.n == 0) continue;
-      found.push_back(new_dense(x, with_features(x, layer.n)));
-      layer.out = found.back().mutable_data_ptr();
-    }
-    check(architecture->joint->launch(product, here, current_stream(x)));
-    return found;
-  }
-
   static std::vector<Tensor> all_column_sums(const std::vector<Tensor>& given) {
     if (given.size() == 1) return {column_sums(given[0], std::nullopt)};
     std::vector<Tensor> found;

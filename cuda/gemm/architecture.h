@@ -9,7 +9,6 @@
 #include "dropped.h"
 #include "experts.h"
 #include "gpu.h"
-#include "joint.h"
 #include "problem.h"
 
 namespace fused_mlp {
@@ -38,7 +37,6 @@ struct Architecture {
   // `starts_early` behind a kernel of ours. Null where there are none such.
   int64_t (*rank_rows_ctas)(const RankRows& product);
   cudaError_t (*launch_rank_rows)(const RankRows& product, bool starts_early, cudaStream_t stream);
-  const JointKernels* joint;      // of layers of one input in one launch; null where there are none
   const DroppedKernels* dropped;  // those of adapters behind a dropout; null where there are none
   const GroupedKernels* grouped;  // products of the experts of a mixture
 };

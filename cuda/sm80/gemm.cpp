@@ -77,7 +77,6 @@ constinit const Architecture kArchitecture = {
     .choose_beside = choose_beside_sm90,
     .rank_rows_ctas = nullptr,
     .launch_rank_rows = nullptr,
-    .joint = nullptr,
     .dropped = nullptr,
     .grouped = &kGroupedKernels,
 };

@@ -5,7 +5,6 @@
 #include "../gemm/architecture.h"
 #include "../gemm/choice/refusal.h"
 #include "grouped/grouped.h"
-#include "joint/joint.h"
 #include "low_rank/dropped.h"
 #include "low_rank/rank_rows.h"
 #include "plan/plan.h"
@@ -61,7 +60,6 @@ constinit const Architecture kArchitecture = {
     .choose_beside = nullptr,
     .rank_rows_ctas = rank_rows_ctas,
     .launch_rank_rows = launch_rank_rows,
-    .joint = &kJointKernels,
     .dropped = &kDroppedKernels,
     .grouped = &kGroupedKernels,
 };

@@ -6,7 +6,6 @@ import random
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import gemm_kernels
 import machine
@@ -237,27 +236,3 @@ def test_operands_that_no_kernel_takes(fused_mlp, device):
         exact = step(lambda made: reference.exact("gated_mlp", made, "silu"), wide)
         for name, *three in zip(["result", *made], found, eager, exact, strict=True):
             assert_no_worse_than_eager(*three, name, roundings=8)
-
-
-@half_dtypes
-@pytest.mark.parametrize("biased", [(), (1,), (0, 1, 2)], ids=str)
-def test_layers_of_one_input_are_one_launch(fused_mlp, device, biased, dtype):
-    """Where rows are whole lines of memory, and many."""
-    needs("sm90")
-    native = importlib.import_module(f"{fused_mlp.__name__}.backends.native")
-    for rows, width, outs in ((8192, 768, (768,) * 3), (3001, 576, (584, 200, 72)), (4097, 1024, (1032, 256))):
-        nothing = [None] * (3 - len(outs))
-        x = torch.randn(rows, width, device=device).to(dtype)
-        weights = [torch.randn(out, width, device=device).div(width**0.5).to(dtype) for out in outs]
-        biases = [torch.randn(out, device=device).to(dtype) if i in biased else None for i, out in enumerate(outs)]
-
-        def run(x=x, weights=weights, biases=biases, nothing=nothing):
-            return native.projections_forward(x, *weights, *nothing, *biases, *nothing)
-
-        with poisoned_memory(device):
-            found = run()
-        for got, weight, bias in zip(found, weights, biases, strict=True):
-            right = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-            assert_no_worse_than_eager(got, F.linear(x, weight, bias), right, f"{rows}, {width}, {weight.shape[0]}")
-        (name,) = kernels_of(run)
-        assert "JointTiles" in name

@@ -59,10 +59,6 @@ __device__ __forceinline__ void load_columns(const typename Gemm::Args& args, ui
 template <typename Gemm>
 __device__ __forceinline__ void load_weights(const typename Gemm::Args& args, uint32_t full, uint32_t b, int column,
                                              int row) {
-  if constexpr (kJoint<Gemm>) {
-    tma_load(&args.of(row).weight, full, b, column, args.in_layer(row));
-    return;
-  }
   tma_load(&args.weight, full, b, column, row);
   if (Gemm::kGated) tma_load(&args.up_weight, full, b + Gemm::kBytesB / 2, column, row);
 }

@@ -146,10 +146,6 @@ struct TiledGemm {
   static_assert(kBoxRows % 8 == 0, "the swizzle repeats every 8 rows, at which every box must begin");
 };
 
-// True for layers of one input in one launch (joint/joint_gemm.cuh): the column of a tile says of which layer it is.
-template <typename Gemm>
-constexpr bool kJoint = false;
-
 // True if the launch may spread the tiles over the columns, rather than put them side by side.
 template <typename Gemm>
 constexpr bool kSpreadsTiles = Gemm::kSwapped && Gemm::kSplitK == 1 && !Gemm::kGrouped && !Gemm::kOuter;

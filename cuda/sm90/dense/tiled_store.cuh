@@ -117,10 +117,6 @@ template <typename Gemm, Activation A>
 __device__ __forceinline__ void store_tile(const typename Gemm::Args& args, Accumulator<Gemm>& accumulator,
                                            uint32_t tile_bias, uint32_t stores, int& buffer, int first_row,
                                            int first_column, int expert = 0) {
-  if constexpr (kJoint<Gemm>) {
-    return store_tile<typename Gemm::OfLayer, A>(args.of(first_column), accumulator, tile_bias, stores, buffer,
-                                                 first_row, args.in_layer(first_column));
-  }
   constexpr int kCount = Gemm::kStepN / 2;  // results of a thread in a step
   constexpr int kShift = Gemm::kAccumulators / Gemm::kChunks;
   constexpr int kLastChunk = Gemm::kMmas * Gemm::kChunks - 1;

@@ -25,17 +25,16 @@ inline bool lie_alike(const Tensor& one, const Tensor& other) {
   return one.size(1) == other.size(1) && one.stride(0) == other.stride(0) && one.stride(1) == other.stride(1);
 }
 
-// Backend::joint(x, its rows, weights, biases): all results by one kernel, or none of them
 // Backend::linear(x, weight, bias): the result, of x [..., in]
 template <typename Backend>
 std::vector<Tensor> projections(const Tensor& x, const OfProjections& weights, const OfProjections& biases) {
   const TensorRows rows(x);
+  std::vector<Tensor> found;
   for (size_t i = 0; i < kProjections; ++i) {
-    if (*weights[i]) check_linear(x, **weights[i], *biases[i]);
-  }
-  std::vector<Tensor> found = Backend::joint(x, rows, weights, biases);
-  for (size_t i = 0, layers = found.empty() ? kProjections : 0; i < layers; ++i) {
-    if (*weights[i]) found.push_back(Backend::linear(rows.tensor, **weights[i], *biases[i]));
+    if (!*weights[i]) continue;
+    const Tensor& weight = **weights[i];
+    check_linear(x, weight, *biases[i]);
+    found.push_back(Backend::linear(rows.tensor, weight, *biases[i]));
   }
   return found;
 }
