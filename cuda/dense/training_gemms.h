@@ -92,7 +92,12 @@ class TrainingGemm {
   void add(const LowRankTerm& term) {
     if (!term) return;
     LowRank& low_rank = problem_.low_rank;
-    low_rank.rows = matrix(*term.rows);
+    if (term.factor) {
+      low_rank.factor = matrix(*term.factor);
+      low_rank.scale = term.scale;
+    } else {
+      low_rank.rows = matrix(*term.rows);
+    }
     low_rank.up_column = term.up_column;
     if (term.mask) {
       const KeptBits kept = bits_of(*term.mask);
@@ -385,7 +390,8 @@ struct Cuda {
     for (size_t i = 0; i < terms.size(); ++i) {
       const LowRankTerm& term = terms[i];
       if (term.weight->stride(1) != 1) return false;
-      sum.terms[i] = {matrix(*term.rows), matrix(*term.weight), term.weight->size(0), bits_of(*term.mask), term.scale};
+      const KeptBits kept = term.mask ? bits_of(*term.mask) : KeptBits{};
+      sum.terms[i] = {matrix(*term.rows), matrix(*term.weight), term.weight->size(0), kept, term.scale};
     }
     if (!sum.fits()) return false;
     check(architecture->dropped->sum(sum, here.multiprocessors, current_stream(out)));

@@ -91,11 +91,15 @@ struct TrainingMatrices {
 struct LowRank {
   Matrix rows = kNoMatrix, weight = kNoMatrix, up_weight = kNoMatrix;
   int64_t k = 0, up_k = 0, up_column = 0;
+  // Where it is there, [k, k of the GEMM], the rows are not: they are scale a factor^T, which the kernel makes itself.
+  // Only streamed kernels of kPlain do so, for few rows and columns.
+  Matrix factor = kNoMatrix;
   // A mask of dropout (dropout.h) for what the term adds to a gradient, times `scale`; null where there is none.
   const uint32_t* kept = nullptr;
   int64_t words_of_row = 0;
   float scale = 1.0f;
 
+  constexpr bool makes_rows() const { return factor.data != nullptr; }
   constexpr int64_t columns() const { return up_k > 0 ? up_column + up_k : k; }
 
   explicit constexpr operator bool() const { return k + up_k > 0; }

@@ -65,6 +65,21 @@ inline bool starts_early(const GemmProblem& p, const GemmKernel& kernel, int mul
 // tensor cores, and tiles are spread evenly over the columns.
 constexpr int64_t kEvenRows = 176;
 
+// The most columns of an adapter's rows that a streamed kernel makes beside its tile.
+constexpr int kMostRanksInTile = 32;
+
+// False if a kernel is asked to make an adapter's rows, and there is none that does.
+inline bool takes_factor(const GemmProblem& p) {
+  const LowRank& term = p.low_rank;
+  return !term.makes_rows() || (p.product() == Product::kPlain && p.m < kTiledRows && term.k <= kMostRanksInTile);
+}
+
+// The rows of a streamed kernel's stage in which an adapter's factor lies, beside the columns of the tile.
+inline int rows_of_factor(const GemmProblem& p) {
+  constexpr int kSwizzle = 8;  // rows
+  return !p.low_rank.makes_rows() ? 0 : static_cast<int>(ceil_div(p.low_rank.k, kSwizzle)) * kSwizzle;
+}
+
 // The columns of the widest tile of which a mask of dropout is taken.
 constexpr int kWidestMasked = 128;
 

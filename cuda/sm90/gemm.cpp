@@ -41,7 +41,7 @@ constinit const Architecture kArchitecture = {
     .name = "sm90",
     .runs_on = [](const Gpu& gpu) { return gpu.major == 9 && gpu.minor == 0; },
     .kernels = kKernels,
-    .refusal = refusal_of_operands,
+    .refusal = [](const GemmProblem& p) { return takes_factor(p) ? refusal_of_operands(p) : Refusal::kLowRank; },
     .choose = [](const GemmProblem& p, const Gpu& gpu) { return choose(p, chip(gpu)); },
     .launch =
         [](const GemmProblem& p, const GemmPlan& plan, const Gpu& gpu, cudaStream_t stream) {

@@ -86,7 +86,7 @@ cudaError_t launch_tiled(const GemmProblem& p, const GemmKernel& chosen, int mul
     mapped = mapped && encode_tensor_map(&args.out, p.dtype, p.out, p.m, p.n, Gemm::kBoxRows, Gemm::kBoxN);
   if constexpr (is_training(Gemm::kProduct)) mapped = mapped && encode_training_maps<Gemm>(p, box_rows_a, &args);
   mapped = mapped && encode_low_rank(p, box_rows_a, Gemm::kBoxRowsB, &args.low_rank) &&
-           (p.low_rank.kept == nullptr || kMayBeMasked<Gemm>);
+           (p.low_rank.kept == nullptr || kMayBeMasked<Gemm>) && args.low_rank.loaded_ranks == 0;
   if (!mapped) return cudaErrorInvalidValue;
   args.epilogue = p.epilogue;
   args.n = static_cast<int>(p.n);
@@ -141,6 +141,7 @@ template <typename Gemm>
 cudaError_t launch_streamed(const GemmProblem& p, const GemmKernel& chosen, int multiprocessors, cudaStream_t stream) {
   StreamedGemmArgs args;
   args.tiles_m = ceil_div(p.m, Gemm::kTokens);
+  const int ranks = rows_of_factor(p);
   args.columns = chosen.columns();
   const int tokens = ceil_div(p.m, args.tiles_m);
   const auto map_weight = [&](CUtensorMap* map, const Matrix& weight) {
@@ -149,7 +150,7 @@ cudaError_t launch_streamed(const GemmProblem& p, const GemmKernel& chosen, int 
   const bool mapped = encode_tensor_map(&args.a, p.dtype, p.a, p.m, p.k, tokens, Gemm::kBlockK) &&
                       map_weight(&args.weight, p.weight) &&
                       (!Gemm::kGated || map_weight(&args.up_weight, p.up_weight)) &&
-                      encode_low_rank(p, tokens, args.columns, &args.low_rank);
+                      encode_low_rank(p, tokens, args.columns, &args.low_rank) && (ranks == 0 || Gemm::kMakesRows);
   if (!mapped) return cudaErrorInvalidValue;
   args.epilogue = p.epilogue;
   args.out = p.out.data;
@@ -169,7 +170,7 @@ cudaError_t launch_streamed(const GemmProblem& p, const GemmKernel& chosen, int 
   args.blocks_together = blocks_together(p);
   // The most that one CTA takes.
   const int most_blocks = ceil_div(args.k_blocks, args.blocks_together * cluster) * args.blocks_together;
-  args.stages = std::min(Gemm::stages(args.columns, shared), most_blocks);
+  args.stages = std::min(Gemm::stages(args.columns, ranks, shared), most_blocks);
 
   constexpr auto kKernel = streamed_gemm_kernel<Gemm>;
   const cudaError_t error = allow_shared_memory<kKernel>(Gemm::shared_limit(1));

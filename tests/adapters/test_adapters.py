@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from expert_calls import hopper
 
 OPERATIONS = ("linear", "gated_linear", "mlp", "gated_mlp")
 NAMES = {
@@ -175,6 +176,28 @@ def test_a_gradient_alone(fused_mlp, device, op, seed):
     for place in range(len(case.needs)):
         case.needs = [each == place for each in range(len(case.needs))]
         assert_as_good(case, fused_mlp)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_few_rows_without_gradients(fused_mlp, device, seed):
+    """On Hopper a product for few rows makes those of its adapter."""
+    case = Case(device, seed, dtype=DTYPES[device.type][seed % 2], rows=1 + seed % 36)
+    case.needs = [False] * len(case.needs)
+    assert_as_good(case, fused_mlp)
+
+
+@hopper
+@pytest.mark.parametrize("rank, kernels", [(3, 1), (16, 1), (32, 1), (40, 2)])
+def test_one_kernel_for_a_layer_of_few_rows(fused_mlp, device, rank, kernels):
+    draw = lambda *sizes: torch.randn(sizes, device=device, dtype=torch.bfloat16)  # noqa: E731
+    x, weight, adapter = draw(16, 1024), draw(2048, 1024), fused_mlp.Adapter(draw(rank, 1024), draw(2048, rank))
+    call = lambda: fused_mlp.linear(x, weight, adapter=adapter)  # noqa: E731
+    call()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() if "gemm_kernel" in event.name or "rank_rows" in event.name]
+    assert len(names) == kernels
 
 
 def test_one_op_computes_them(fused_mlp, device, monkeypatch):

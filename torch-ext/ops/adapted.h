@@ -43,8 +43,10 @@ struct LowRankTerm {
   // The mask of a dropout, where gradients pass one: of the term, which is scaled too.
   OptionalTensor mask;
   float scale = 1.0f;
+  // Where it is there, rows are not: they are scale x factor^T of the x of the product, whose kernel makes them.
+  OptionalTensor factor;
 
-  explicit operator bool() const { return rows.has_value(); }
+  explicit operator bool() const { return rows.has_value() || factor.has_value(); }
 };
 
 constexpr int kMostLayers = 3;
@@ -203,7 +205,7 @@ enum class Keep : int64_t { kNothing, kRows, kValues };
 //   mask(out, x, mask, scale, adds)  out = scale x where it was kept, else 0; where it `adds`, out += that
 //   drawn_rows(rows, x, factor, drawing, place)  the columns of `rows` that a factor says, behind its dropout, whose
 //                                 numbers are taken; returns the mask
-//   masked_sum(out, terms)        out = the sum of terms, each masked; or false
+//   masked_sum(out, terms)        out = the sum of terms, each masked where it has a mask; or false
 //   masked_outer(grad, x, mask, scale)  grad^T x of the elements that were kept, scaled; or nothing
 //   layer(x, first, activation, term, ctas_before)  a kernel, or none, whose launch(out) is a layer of inference, and
 //                                 ctas() how many it has; the one right before has written rows of the term
@@ -227,8 +229,9 @@ class Adapted {
   std::vector<Tensor> forward(Keep keep, Drawing drawing) {
     OptionalTensor first_rows, gate, up, second_rows;
     Tensor out = new_dense(like_, with_features(layers_.second ? layers_.hidden() : layers_.features()));
-    int64_t ctas = 0;
-    {
+    int64_t ctas =
+        keep == Keep::kNothing && !layers_.up ? run_whole(*x_, *layers_.first, activation_, 0, flat(out)) : 0;
+    if (ctas == 0) {
       const FirstLayer first = first_layer();
       std::tie(first_rows, ctas) = rows_of_first(drawing);
       const bool keeps = keep == Keep::kValues && !layers_.is_linear(activation_);
@@ -236,11 +239,14 @@ class Adapted {
     }
     if (layers_.second) {
       const AdaptedLayer& second = *layers_.second;
-      const Tensor hidden = flat(out);
-      const FirstLayer last = first_layer(second);
-      std::tie(second_rows, ctas) = rows_of_second(out, second.packed == nullptr ? ctas : 0, drawing);
+      const Tensor hidden = out;
       out = new_dense(like_, with_features(layers_.features()));
-      run_layer(hidden, last, kLinear, LowRankTerm{second_rows, second.b, std::nullopt}, ctas, flat(out));
+      const bool is_whole = keep == Keep::kNothing && run_whole(flat(hidden), second, kLinear, ctas, flat(out)) > 0;
+      if (!is_whole) {
+        const FirstLayer last = first_layer(second);
+        std::tie(second_rows, ctas) = rows_of_second(hidden, second.packed == nullptr ? ctas : 0, drawing);
+        run_layer(flat(hidden), last, kLinear, LowRankTerm{second_rows, second.b, std::nullopt}, ctas, flat(out));
+      }
     }
     if (keep == Keep::kNothing) return {out};
     const Tensor nothing = new_dense(like_, {0});
@@ -451,6 +457,20 @@ class Adapted {
     return 0;
   }
 
+  // A layer and its adapter by one kernel, whose CTAs it returns; 0 where there is none.
+  int64_t run_whole(const Tensor& x, const AdaptedLayer& layer, int64_t activation, int64_t ctas_before,
+                    const Tensor& out) const {
+    if (!layer.a || layer.dropout > 0 || layer.packed != nullptr) return 0;
+    LowRankTerm term;
+    term.weight = layer.b;
+    term.factor = layer.a;
+    term.scale = static_cast<float>(layer.scaling);
+    auto kernel = Backend::layer(x, first_layer(layer), activation, term, ctas_before);
+    if (!kernel) return 0;
+    kernel.launch(out);
+    return kernel.ctas();
+  }
+
   int64_t run_first(const FirstLayer& first, const OptionalTensor& rows, int64_t ctas_before, bool keep,
                     const Tensor& out, OptionalTensor* gate, OptionalTensor* up) const {
     const LowRankTerm term = term_of_first(rows);
@@ -522,14 +542,14 @@ class Adapted {
   // out = the sum of the products, those of few columns first: what is rounded between is small.
   void add_products(const Tensor& out, std::initializer_list<RankProduct> of_rank,
                     std::initializer_list<PlainProduct> plain) const {
-    const bool masked = sum_masked(out, of_rank);
-    bool any = masked;
+    const bool summed = sum_of_rank(out, of_rank);
+    bool any = summed;
     const auto add = [&](const Tensor& a, const Tensor& b) {
       any ? Backend::add_mm(out, a, b) : Backend::mm(out, a, b);
       any = true;
     };
     for (const RankProduct& product : of_rank) {
-      if (!product.a || (masked && drops(product))) continue;
+      if (!product.a || summed) continue;
       const Tensor rows = Backend::rows(columns(*product.rows, product.first_column, product.a->size(0)));
       if (!drops(product)) {
         add(rows, *product.a);
@@ -543,15 +563,16 @@ class Adapted {
     for (const PlainProduct& product : plain) add(product.grad, product.weight);
   }
 
-  // out = the sum of those behind a dropout, in one launch; or false.
-  bool sum_masked(const Tensor& out, std::initializer_list<RankProduct> products) const {
+  // out = the sum of the products, each behind its dropout, in one launch; or false.
+  bool sum_of_rank(const Tensor& out, std::initializer_list<RankProduct> products) const {
     if constexpr (Backend::kDrops) {
       std::vector<LowRankTerm> terms;
       for (const RankProduct& product : products) {
-        if (!product.a || !drops(product)) continue;
+        if (!product.a) continue;
         const Tensor rows = columns(*product.rows, product.first_column, product.a->size(0));
         const float scale = layers_.at(product.place)->scale_of_kept();
-        terms.push_back({rows, product.a, std::nullopt, 0, masks_[product.place], scale});
+        const OptionalTensor mask = drops(product) ? masks_[product.place] : std::nullopt;
+        terms.push_back({rows, product.a, std::nullopt, 0, mask, scale});
       }
       return !terms.empty() && Backend::masked_sum(out, terms);
     }

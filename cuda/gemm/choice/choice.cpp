@@ -27,7 +27,8 @@ std::atomic<int> forced_kernel{-1};
 
 GemmPlan forced_plan(const Architecture& architecture, const GemmProblem& p, const Gpu& gpu) {
   const int kernel = forced_kernel;
-  const bool suits = kernel >= 0 && architecture.kernels[kernel].product == p.product();
+  // A kernel that makes an adapter's rows is one of few, and has room for them.
+  const bool suits = kernel >= 0 && architecture.kernels[kernel].product == p.product() && !p.low_rank.makes_rows();
   GemmPlan plan = suits ? GemmPlan{architecture.kernels[kernel], 0.0} : architecture.choose(p, gpu);
   plan.architecture = &architecture;
   return plan;
@@ -249,9 +250,9 @@ GemmProblem placed(GemmProblem p) {
     if (data != nullptr) data = reinterpret_cast<Data>(kLineBytes + reinterpret_cast<uintptr_t>(data) % kLineBytes);
   };
   TrainingMatrices& t = p.training;
-  for (Matrix* matrix :
-       {&p.a, &p.weight, &p.up_weight, &p.out, &t.second_a, &t.second_weight, &t.third_a, &t.third_weight, &t.gate,
-        &t.up, &t.gate_gradient, &t.up_gradient, &p.low_rank.rows, &p.low_rank.weight, &p.low_rank.up_weight}) {
+  for (Matrix* matrix : {&p.a, &p.weight, &p.up_weight, &p.out, &t.second_a, &t.second_weight, &t.third_a,
+                         &t.third_weight, &t.gate, &t.up, &t.gate_gradient, &t.up_gradient, &p.low_rank.rows,
+                         &p.low_rank.weight, &p.low_rank.up_weight, &p.low_rank.factor}) {
     place(matrix->data);
   }
   place(p.epilogue.bias);

@@ -32,8 +32,8 @@ Refusal refusal_of_operands(const GemmProblem& p) {
   }
   const LowRank& r = p.low_rank;
   const bool lies = reads_weights_as_they_lie(p.product());
-  if (!absent_or_addressable(r.rows, r.columns()) || !absent_or_addressable(r.weight, lies ? p.n : r.k) ||
-      !absent_or_addressable(r.up_weight, lies ? p.n : r.up_k)) {
+  if (!absent_or_addressable(r.rows, r.columns()) || !absent_or_addressable(r.factor, p.k) ||
+      !absent_or_addressable(r.weight, lies ? p.n : r.k) || !absent_or_addressable(r.up_weight, lies ? p.n : r.up_k)) {
     return Refusal::kUnalignedRows;
   }
   if (!aligned(p.epilogue.bias, 4) || !aligned(p.epilogue.up_bias, 4)) return Refusal::kUnalignedBias;

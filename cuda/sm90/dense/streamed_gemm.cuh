@@ -49,6 +49,7 @@ struct StreamedShape {
   static constexpr bool kSaysReadsOnce = false;  // true if the L2 cache is told if weights are read once
   static constexpr bool kTakesLowRank = false;   // true if a product of few columns may be added
   static constexpr bool kStoresAlone = false;    // true if a CTA that is a cluster by itself stores from registers
+  static constexpr bool kMakesRows = false;      // true if the rows of that product may be sums of its own
   static constexpr int kBlockK = sm90::kBlockK;
   static constexpr int kParts = kGated ? 2 : 1;  // gate and up
   static constexpr int kThreads = 128 + 32;      // a consumer warpgroup and a producer warp
@@ -77,21 +78,28 @@ struct StreamedGemm : StreamedShape<Element, kProduct, kTokens, streamed_ctas(kC
   static constexpr bool kSaysReadsOnce = true;
   static constexpr bool kTakesLowRank = true;
   static constexpr bool kStoresAlone = true;
+  static constexpr bool kMakesRows = kProduct == Product::kPlain && kTokens < kTiledRows;
   static_assert(kColumns % kStreamedColumns == 0);
 
-  static constexpr int part_bytes(int columns) { return (columns + 7) / 8 * 8 * Shape::kBlockK * sizeof(Element); }
-  static constexpr int stage_bytes(int columns) { return Shape::kParts * part_bytes(columns) + Shape::kTokenBytes; }
+  static constexpr int part_bytes(int columns, int ranks) {
+    return ((columns + 7) / 8 * 8 + ranks) * Shape::kBlockK * sizeof(Element);
+  }
+  static constexpr int stage_bytes(int columns, int ranks = 0) {
+    return Shape::kParts * part_bytes(columns, ranks) + Shape::kTokenBytes;
+  }
   // A wgmma of the last stage may read behind the ring: the tokens of the stage lie behind its weights.
-  static constexpr int overrun(int columns) {
+  static constexpr int overrun(int columns, int ranks) {
     const int read = kColumns * Shape::kBlockK * static_cast<int>(sizeof(Element));
-    const int behind = read - part_bytes(columns) - Shape::kTokenBytes;
+    const int behind = read - part_bytes(columns, ranks) - Shape::kTokenBytes;
     return behind > 0 ? behind : 0;
   }
-  static constexpr int stages(int columns, int shared_bytes) {
-    return (shared_bytes - Shape::kAlignment - overrun(columns)) / (stage_bytes(columns) + 16);
+  static constexpr int stages(int columns, int ranks, int shared_bytes) {
+    return (shared_bytes - Shape::kAlignment - overrun(columns, ranks)) / (stage_bytes(columns, ranks) + 16);
   }
-  static_assert(stages(kColumns, Shape::kSharedLimit) >= 2);
+  static_assert(stages(kColumns, 0, Shape::kSharedLimit) >= 2);
+  // The rows of an adapter lie behind the sums.
   static_assert(Shape::kPartialBytes + Shape::kAlignment <= Shape::kSharedLimit - stage_bytes(kColumns));
+  static_assert(!kMakesRows || kTokens * kMostRanksInTile * sizeof(float) <= stage_bytes(kColumns));
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -102,19 +110,22 @@ struct StreamedGemmShared {
   uint32_t ring;
   int columns;
   int stages;
+  int ranks;  // rows of a factor behind those of the columns
 
   __device__ __forceinline__ explicit StreamedGemmShared(const void* raw, int columns = Gemm::kRows,
-                                                         int stages = Gemm::kStages)
+                                                         int stages = Gemm::kStages, int ranks = 0)
       : ring((shared_address(raw) + Gemm::kAlignment - 1) & ~(Gemm::kAlignment - 1)),
         columns(columns),
-        stages(stages) {}
-  // A part of a stage begins where the swizzle does, every 8 rows.
+        stages(stages),
+        ranks(ranks) {}
+  // The first row of the factor. A part of a stage begins where the swizzle does, every 8 rows.
+  __device__ __forceinline__ int rank_row() const { return (columns + 7) / 8 * 8; }
   __device__ __forceinline__ int part_bytes() const {
-    return (columns + 7) / 8 * (Gemm::kWeightBytes / Gemm::kRows * 8);
+    return (rank_row() + ranks) * (Gemm::kWeightBytes / Gemm::kRows);
   }
   __device__ __forceinline__ int stage_bytes() const { return Gemm::kParts * part_bytes() + Gemm::kTokenBytes; }
   __device__ __forceinline__ int loaded_bytes(int tokens) const {
-    return (Gemm::kParts * columns + tokens) * Gemm::kBlockK * sizeof(typename Gemm::Element);
+    return (Gemm::kParts * columns + ranks + tokens) * Gemm::kBlockK * sizeof(typename Gemm::Element);
   }
   __device__ __forceinline__ uint32_t weight(int stage, int part) const {
     return ring + stage * stage_bytes() + part * part_bytes();
@@ -125,6 +136,9 @@ struct StreamedGemmShared {
   // The sums lie where the ring was.
   __device__ __forceinline__ uint32_t partial(int part, int token, int row) const {
     return ring + ((part * Gemm::kTokens + token) * Gemm::kPartialStride + row) * 4;
+  }
+  __device__ __forceinline__ uint32_t rank_sum(int token, int rank) const {
+    return ring + Gemm::kPartialBytes + (token * ranks + rank) * 4;
   }
 };
 
@@ -228,6 +242,7 @@ class Producer {
     } else {
       for_each([&](int i) { load_part(args_.weight, stages[i], 0, block + i); });
       if (Gemm::kGated) for_each([&](int i) { load_part(args_.up_weight, stages[i], 1, block + i); });
+      if (Gemm::kMakesRows && shared_.ranks > 0) for_each([&](int i) { load_factor(stages[i], block + i); });
     }
     if (with_tokens) for_each([&](int i) { load_tokens(stages[i], block + i); });
   }
@@ -239,6 +254,12 @@ class Producer {
     } else {
       tma_load(&weight, full, to, block * Gemm::kBlockK, tile_.weight_row());
     }
+  }
+
+  __device__ __forceinline__ void load_factor(int stage, int block) const {
+    constexpr int kRowBytes = Gemm::kWeightBytes / Gemm::kRows;
+    const uint32_t to = shared_.weight(stage, 0) + shared_.rank_row() * kRowBytes;
+    tma_load(&args_.low_rank.rows, shared_.full(stage), to, block * Gemm::kBlockK, 0);
   }
 
   __device__ __forceinline__ void load_low_rank(int block) {
@@ -364,6 +385,62 @@ __device__ __forceinline__ float4 sum_alternating(const StreamedGemmShared<Gemm>
                                    : make_float4(low.y, low.w, high.y, high.w);
 }
 
+// Asks for the tile's rows of b, by sectors.
+template <typename Element>
+__device__ __forceinline__ void prefetch_b(const LowRankArgs& term, int first, int columns, int n) {
+  constexpr int kSector = 32 / sizeof(Element);
+  const int sectors = (term.ranks + kSector - 1) / kSector;
+  for (int i = threadIdx.x; i < columns * sectors; i += 128) {
+    const int column = min(first + i / sectors, n - 1);
+    prefetch<Element>(term.b.data, column * term.b.row_stride + i % sectors * kSector);
+  }
+}
+
+// Leaves the rows of the adapter, of all tokens, in shared.rank_sum.
+template <typename Gemm>
+__device__ __forceinline__ void make_rank_rows(const LowRankArgs& term, const StreamedGemmShared<Gemm>& shared,
+                                               int tokens, int cluster) {
+  const int quads = shared.ranks / 4;
+  for (int index = threadIdx.x; index < tokens * quads; index += 128) {
+    const int token = index / quads, rank = index % quads * 4;
+    const float4 sum = sum_partials(shared, 0, token, shared.rank_row() + rank, cluster);
+    const float four[4] = {sum.x, sum.y, sum.z, sum.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) store_shared_float(shared.rank_sum(token, rank + i), term.scale * four[i]);
+  }
+  named_barrier_sync(1, 128);
+}
+
+// An adapter's row of a token times its b, in four adjacent columns.
+template <typename Gemm>
+__device__ __forceinline__ float4 rank_terms(const LowRankArgs& term, const StreamedGemmShared<Gemm>& shared, int token,
+                                             int column) {
+  using Element = typename Gemm::Element;
+  constexpr int kVector = kVectorBytes / sizeof(Element), kColumns = 4;
+  const Element* const b = static_cast<const Element*>(term.b.data) + column * term.b.row_stride;
+  float sums[kColumns] = {};
+  for (int first = 0; first < term.ranks; first += kVector) {
+    const float4 low = load_shared_float4(shared.rank_sum(token, first));
+    const float4 high = load_shared_float4(shared.rank_sum(token, first + 4));
+    const float row[kVector] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+      const Element* const of_column = b + i * term.b.row_stride + first;
+      if (first + kVector <= term.ranks) {
+        const auto eight = *reinterpret_cast<const Packed<Element, kVector>*>(of_column);
+#pragma unroll
+        for (int at = 0; at < kVector; ++at) sums[i] += row[at] * eight.lane(at);
+      } else {
+#pragma unroll
+        for (int at = 0; at < kVector; ++at) {
+          if (first + at < term.ranks) sums[i] += row[at] * to_float(of_column[at]);
+        }
+      }
+    }
+  }
+  return make_float4(sums[0], sums[1], sums[2], sums[3]);
+}
+
 // Stores this CTA's share of the tile. Each thread takes four adjacent columns of a token.
 template <typename Gemm, typename Tile>
 __device__ __forceinline__ void finish(const StreamedGemmArgs& args, const StreamedGemmShared<Gemm>& shared,
@@ -382,6 +459,12 @@ __device__ __forceinline__ void finish(const StreamedGemmArgs& args, const Strea
         sum = sum_alternating(shared, operand, token, row, ranks);
       } else {
         sum = sum_partials(shared, part, token, row, ranks);
+      }
+      if constexpr (Gemm::kMakesRows) {
+        if (shared.ranks > 0) {
+          const float4 term = rank_terms(args.low_rank, shared, token, column);
+          sum = make_float4(sum.x + term.x, sum.y + term.y, sum.z + term.z, sum.w + term.w);
+        }
       }
       sum = tile.finished(operand, sum, column);
       take(0, sum.x), take(1, sum.y), take(2, sum.z), take(3, sum.w);
@@ -464,7 +547,7 @@ __device__ __forceinline__ void compute(const StreamedGemmArgs& args, const Stre
   const int loads = (args.k_blocks + args.blocks_together - 1) / args.blocks_together;
   const auto first_block = [&](int rank) { return min(rank * loads / ranks * args.blocks_together, args.k_blocks); };
   const int2 k{first_block(rank), first_block(rank + 1)};
-  const bool alone = Gemm::kStoresAlone && ranks == 1;
+  const bool alone = Gemm::kStoresAlone && ranks == 1 && shared.ranks == 0;
   if (threadIdx.x < 128) {
     StreamedSums<Gemm> accumulator = {};
     multiply<Gemm>(shared, k, accumulator);
@@ -478,7 +561,10 @@ __device__ __forceinline__ void compute(const StreamedGemmArgs& args, const Stre
     if (alone) return;
   }
   cluster_sync();
-  if (threadIdx.x < 128) finish<Gemm>(args, shared, tile, rank, ranks);
+  if (threadIdx.x < 128) {
+    if (Gemm::kMakesRows && shared.ranks > 0) make_rank_rows(args.low_rank, shared, tile.tokens(), ranks);
+    finish<Gemm>(args, shared, tile, rank, ranks);
+  }
   cluster_sync();  // no CTA exits while the others still read its sums
 }
 
@@ -489,7 +575,8 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtasPerMultiprocessor)
     streamed_gemm_kernel(const __grid_constant__ StreamedGemmArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ uint8_t raw_shared[];
-  const StreamedGemmShared<Gemm> shared(raw_shared, args.columns, args.stages);
+  const int loaded_ranks = Gemm::kMakesRows ? args.low_rank.loaded_ranks : 0;
+  const StreamedGemmShared<Gemm> shared(raw_shared, args.columns, args.stages, loaded_ranks);
   const int rank = cluster_rank();
   const int ranks = cluster_size();
   const int index = blockIdx.x / ranks;
@@ -498,7 +585,10 @@ __global__ void __launch_bounds__(Gemm::kThreads, Gemm::kCtasPerMultiprocessor)
   prepare_to_stream(args, shared);
   __syncthreads();
   allow_next_kernel();
-  if (threadIdx.x < 128) prefetch_biases<typename Gemm::Element>(args.epilogue, tile.column, args.columns, args.n);
+  if (threadIdx.x < 128) {
+    prefetch_biases<typename Gemm::Element>(args.epilogue, tile.column, args.columns, args.n);
+    if (loaded_ranks > 0) prefetch_b<typename Gemm::Element>(args.low_rank, tile.column, args.columns, args.n);
+  }
   compute(args, shared, tile, rank, ranks);
 #endif
 }

@@ -20,6 +20,10 @@ struct LowRankArgs {
   const uint32_t* kept;
   int words_of_row, rows_of_mask;
   float scale;
+  // Where the kernel makes the rows itself, `rows` is the factor, of which it loads so many rows beside its weights,
+  // and b what their sums are multiplied by: [n, ranks].
+  int loaded_ranks, ranks;
+  Matrix b;
 };
 
 // Describes to the TMA the low-rank term of a product whose weights lie [n, k], or as they lie [k, n]: in boxes of so
@@ -27,10 +31,16 @@ struct LowRankArgs {
 inline bool encode_low_rank(const GemmProblem& p, int box_rows_a, int box_rows, LowRankArgs* args) {
   const LowRank& term = p.low_rank;
   args->kept = term.kept;
+  args->loaded_ranks = rows_of_factor(p);
   if (!term) return true;
   args->words_of_row = static_cast<int>(term.words_of_row);
   args->rows_of_mask = static_cast<int>(p.m);
   args->scale = term.scale;
+  if (args->loaded_ranks > 0) {
+    args->ranks = static_cast<int>(term.k);
+    args->b = term.weight;
+    return encode_tensor_map(&args->rows, p.dtype, term.factor, term.k, p.k, args->loaded_ranks, kBlockK);
+  }
   const bool lies = reads_weights_as_they_lie(p.product());
   const auto encode = [&](CUtensorMap* map, const Matrix& weight, int64_t k) {
     return encode_tensor_map(map, p.dtype, weight, lies ? k : p.n, lies ? p.n : k, box_rows, 64);
@@ -50,6 +60,7 @@ inline bool encode_low_rank(const GemmProblem& p, int box_rows_a, int box_rows, 
 // The blocks of k that the term adds.
 inline int low_rank_blocks(const GemmProblem& p) {
   const LowRank& term = p.low_rank;
+  if (rows_of_factor(p) > 0) return 0;
   return p.pair() ? ceil_div(term.k, kBlockK) + ceil_div(term.up_k, kBlockK) : ceil_div(term.columns(), kBlockK);
 }
 

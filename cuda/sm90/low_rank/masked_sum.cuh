@@ -53,7 +53,8 @@ struct MaskedRows {
           ranks[step][half] = *reinterpret_cast<const uint2*>(of_row + rank);
         }
       }
-      bits[half] = is_there ? term.kept.words[row * term.kept.words_of_row + word] >> lane % 4 * 8 : 0;
+      const bool is_masked = is_there && term.kept.words != nullptr;
+      bits[half] = is_masked ? term.kept.words[row * term.kept.words_of_row + word] >> lane % 4 * 8 : ~0u;
     }
   }
 

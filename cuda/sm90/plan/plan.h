@@ -34,7 +34,7 @@ constexpr int kTallSplitK = 2;
 // kernel has.
 template <typename Visitor>
 void for_each_cut(const GemmProblem& p, GemmKernel kernel, int multiprocessors, Visitor&& visit) {
-  const int parts = p.gated() ? 2 : 1, most = kernel.columns();
+  const int parts = p.gated() ? 2 : 1, most = kernel.columns() - rows_of_factor(p);
   const int64_t tiles_m = ceil_div(p.m, kernel.block_m);
   const int most_split_k = p.m < kTallRows ? kMaxStreamedSplitK : kTallSplitK;
   for (; kernel.split_k <= most_split_k && blocks_together(p) * kBlockK * (kernel.split_k - 1) < p.k;
