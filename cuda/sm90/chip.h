@@ -65,13 +65,11 @@ inline bool starts_early(const GemmProblem& p, const GemmKernel& kernel, int mul
 // tensor cores, and tiles are spread evenly over the columns.
 constexpr int64_t kEvenRows = 176;
 
-// The most columns of an adapter's rows that a streamed kernel makes beside its tile.
-constexpr int kMostRanksInTile = 32;
-
 // False if a kernel is asked to make an adapter's rows, and there is none that does.
 inline bool takes_factor(const GemmProblem& p) {
   const LowRank& term = p.low_rank;
-  return !term.makes_rows() || (p.product() == Product::kPlain && p.m < kTiledRows && term.k <= kMostRanksInTile);
+  return !term.makes_rows() ||
+         (p.product() == Product::kPlain && p.m <= kMostRankTermRows && term.k <= kMostRankTermRanks);
 }
 
 // The rows of a streamed kernel's stage in which an adapter's factor lies, beside the columns of the tile.
@@ -80,7 +78,7 @@ inline int rows_of_factor(const GemmProblem& p) {
   return !p.low_rank.makes_rows() ? 0 : static_cast<int>(ceil_div(p.low_rank.k, kSwizzle)) * kSwizzle;
 }
 
-// The columns of the widest tile of which a mask of dropout is taken.
+// The columns of the widest tile whose code is the same with a mask of dropout and without.
 constexpr int kWidestMasked = 128;
 
 // The multiprocessors on which clusters of this many CTAs find room. A cluster lies within one GPC, and the GPCs have

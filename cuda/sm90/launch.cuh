@@ -75,6 +75,9 @@ int even_step(int64_t n, int tiles_m, int multiprocessors) {
 
 template <typename Gemm>
 cudaError_t launch_tiled(const GemmProblem& p, const GemmKernel& chosen, int multiprocessors, cudaStream_t stream) {
+  if constexpr (Gemm::kGradient && !kMayBeMasked<Gemm>) {
+    if (p.low_rank.kept != nullptr) return launch_tiled<Masked<Gemm>>(p, chosen, multiprocessors, stream);
+  }
   typename Gemm::Args args;
   const int box_rows_a = p.m < Gemm::kShareM ? static_cast<int>(p.m) : Gemm::kShareM;
   const int64_t weight_rows = Gemm::kTransposed ? p.k : p.n, weight_cols = Gemm::kTransposed ? p.n : p.k;

@@ -78,7 +78,7 @@ struct StreamedGemm : StreamedShape<Element, kProduct, kTokens, streamed_ctas(kC
   static constexpr bool kSaysReadsOnce = true;
   static constexpr bool kTakesLowRank = true;
   static constexpr bool kStoresAlone = true;
-  static constexpr bool kMakesRows = kProduct == Product::kPlain && kTokens < kTiledRows;
+  static constexpr bool kMakesRows = kProduct == Product::kPlain && kTokens <= kMostRankTermRows;
   static_assert(kColumns % kStreamedColumns == 0);
 
   static constexpr int part_bytes(int columns, int ranks) {
@@ -99,7 +99,7 @@ struct StreamedGemm : StreamedShape<Element, kProduct, kTokens, streamed_ctas(kC
   static_assert(stages(kColumns, 0, Shape::kSharedLimit) >= 2);
   // The rows of an adapter lie behind the sums.
   static_assert(Shape::kPartialBytes + Shape::kAlignment <= Shape::kSharedLimit - stage_bytes(kColumns));
-  static_assert(!kMakesRows || kTokens * kMostRanksInTile * sizeof(float) <= stage_bytes(kColumns));
+  static_assert(!kMakesRows || kTokens * kMostRankTermRanks * sizeof(float) <= stage_bytes(kColumns));
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

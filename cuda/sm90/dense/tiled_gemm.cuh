@@ -133,7 +133,9 @@ __device__ __forceinline__ void load_low_rank(const typename Gemm::Args& args, u
 // True if the low-rank term is masked by a dropout: its blocks come first then, so that nothing else is masked.
 template <typename Gemm>
 __device__ __forceinline__ bool is_masked(const typename Gemm::Args& args) {
-  if constexpr (kMayBeMasked<Gemm>) {
+  if constexpr (Gemm::kMasked) {
+    return true;
+  } else if constexpr (kMayBeMasked<Gemm>) {
     return args.low_rank.kept != nullptr;
   } else {
     return false;

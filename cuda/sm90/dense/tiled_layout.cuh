@@ -58,6 +58,7 @@ struct TiledGemm {
   static constexpr bool kPair = kProduct == Product::kPair;
   // Rows are grouped by weights: gate and up have limits, and there may be fewer tiles than CTAs.
   static constexpr bool kGrouped = false;
+  static constexpr bool kMasked = false;  // true if the low-rank term always has a mask
   // The product is a^T weight, both [k, ...]: of grouped rows, whose groups are those of k.
   static constexpr bool kOuter = false;
   // The weights are [k, n]: a stage holds 64 rows of k of them, 64 columns of n side by side.
@@ -154,9 +155,15 @@ constexpr bool kSpreadsTiles = Gemm::kSwapped && Gemm::kSplitK == 1 && !Gemm::kG
 template <typename Gemm>
 constexpr bool kMayStartEarly = Gemm::kProduct == Product::kPlain && !Gemm::kGrouped && !Gemm::kOuter;
 
+// With a mask a wide tile has too few registers: its code is another one than without.
+template <typename Gemm>
+struct Masked : Gemm {
+  static constexpr bool kMasked = true;
+};
+
 // The kernels that take a mask of dropout. The other gradients have no registers left for it.
 template <typename Gemm>
-constexpr bool kMayBeMasked = Gemm::kGradient && !Gemm::kGrouped && Gemm::kBlockN <= kWidestMasked;
+constexpr bool kMayBeMasked = Gemm::kMasked || (Gemm::kGradient && !Gemm::kGrouped && Gemm::kBlockN <= kWidestMasked);
 
 // The kernels that bring a tile's biases to shared memory. Of those that read weights as they lie, experts alone have
 // biases.
