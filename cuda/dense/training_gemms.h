@@ -393,7 +393,9 @@ struct Cuda {
   static bool masked_sum(const Tensor& out, const std::vector<LowRankTerm>& terms) {
     const Gpu& here = gpu(out.get_device_index());
     const Architecture* const architecture = architecture_of(here);
-    if (architecture == nullptr || architecture->dropped == nullptr || terms.size() > 2) return false;
+    if (architecture == nullptr || architecture->dropped == nullptr || terms.size() > 2 || out.numel() == 0) {
+      return false;
+    }
     MaskedSum sum{{}, static_cast<int>(terms.size()), matrix(out), out.size(0), out.size(1), dtype_of(out, "grad")};
     for (size_t i = 0; i < terms.size(); ++i) {
       const LowRankTerm& term = terms[i];

@@ -6,6 +6,8 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+
+import gemm_kernels
 from expert_calls import hopper
 
 OPERATIONS = ("linear", "gated_linear", "mlp", "gated_mlp")
@@ -175,6 +177,20 @@ def test_a_gradient_alone(fused_mlp, device, op, seed):
     case = Case(device, seed, op, torch.float32, rows=7)
     for place in range(len(case.needs)):
         case.needs = [each == place for each in range(len(case.needs))]
+        assert_as_good(case, fused_mlp)
+
+
+@hopper
+@pytest.mark.parametrize("columns", ["128", "192"])
+def test_masked_gradients_of_each_tile(fused_mlp, device, columns):
+    listed = [(product, width) for _, product, _, width, *_ in gemm_kernels.entries()]
+    kernel = listed.index(("GatedGradient", columns))
+    case = Case(device, 25, "gated_mlp", torch.bfloat16, rows=300, drops=True)
+    for _, _, adapter in case.layers:
+        if adapter:
+            adapter[4] = 0.3
+    case.needs = [True] * len(case.needs)
+    with gemm_kernels.forced(fused_mlp, "sm90", kernel):
         assert_as_good(case, fused_mlp)
 
 

@@ -108,9 +108,9 @@ def test_products_of_fp8_use_tensor_cores_of_fp8_and_tma(cuobjdump, hopper_cubin
 
 
 # Bytes that kernels keep in local memory: the gradient of experts that train, whose epilogue holds the sums of its rows
-# beside those of the tile, and the gradient of a factor behind dropout, of two tiles of ranks. They are
-# measured as they are; no other kernel may, and these no more.
-SPILLED = {"GroupedTilesI.*ProductE5": 16, "masked_outer_kernelI.*Li2E": 16}
+# beside those of the tile, and behind dropout the gradient of a factor, of two tiles of ranks, and of hidden values in
+# wide tiles. They are measured as they are; no other kernel may, and these no more.
+SPILLED = {"GroupedTilesI.*ProductE5": 16, "masked_outer_kernelI.*Li2E": 16, "MaskedI.*ProductE5": 24}
 
 
 def spilled(name: str) -> int:

@@ -29,6 +29,7 @@ __device__ __forceinline__ void make_rank_rows(const typename Gemm::Args& args) 
   using Element = typename Gemm::Element;
   constexpr int kWarps = Gemm::Tile::kThreads / 32, kTiles = (Gemm::kTokens + kMmaM - 1) / kMmaM;
   constexpr int kBlock = 32, kGroup = 8;  // elements of k of a warp at a time, ranks
+  constexpr int kBatch = 8;               // blocks that a warp asks for before it multiplies the first
   static_assert(kWarps * kTiles * kMmaM * kGroup * sizeof(float) <= Gemm::kSharedBytes);
   extern __shared__ __align__(128) uint8_t raw_shared[];
   float* const of_warps = reinterpret_cast<float*>(raw_shared);
@@ -37,8 +38,9 @@ __device__ __forceinline__ void make_rank_rows(const typename Gemm::Args& args) 
   const int first_rank = blockIdx.x % term.groups * kGroup, part = blockIdx.x / term.groups;
   const int blocks = (args.k + kBlock - 1) / kBlock;
   const int begin = part * blocks / term.parts, end = (part + 1) * blocks / term.parts;
+  const int last = min(end * kBlock, args.k);
   const auto vector = [&](const Matrix& matrix, int row, int rows, int column) {
-    if (row >= rows || column >= args.k) return make_uint4(0, 0, 0, 0);
+    if (row >= rows || column >= last) return make_uint4(0, 0, 0, 0);
     return *reinterpret_cast<const uint4*>(static_cast<const Element*>(matrix.data) + row * matrix.row_stride + column);
   };
 
@@ -52,16 +54,25 @@ __device__ __forceinline__ void make_rank_rows(const typename Gemm::Args& args) 
 
   float sums[kTiles][4] = {};
   const int row = lane / 4;
-#pragma unroll 4
-  for (int block = begin + warp; block < end; block += kWarps) {
-    const int column = block * kBlock + lane % 4 * kPiece;
-    const uint4 b = vector(term.factor, first_rank + row, term.ranks, column);
+  for (int block = begin + warp; block < end; block += kBatch * kWarps) {
+    const auto column = [&](int i) { return (block + i * kWarps) * kBlock + lane % 4 * kPiece; };
+    uint4 b[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) b[i] = vector(term.factor, first_rank + row, term.ranks, column(i));
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      const uint4 low = vector(args.a, tile * kMmaM + row, args.m, column);
-      const uint4 high = vector(args.a, tile * kMmaM + row + 8, args.m, column);
-      Mma<Element>::multiply(sums[tile], {low.x, high.x, low.y, high.y}, {b.x, b.y});
-      Mma<Element>::multiply(sums[tile], {low.z, high.z, low.w, high.w}, {b.z, b.w});
+      uint4 low[kBatch], high[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        low[i] = vector(args.a, tile * kMmaM + row, args.m, column(i));
+        high[i] = vector(args.a, tile * kMmaM + row + 8, args.m, column(i));
+      }
+      __syncwarp();  // or the compiler asks for a block when it has multiplied another
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        Mma<Element>::multiply(sums[tile], {low[i].x, high[i].x, low[i].y, high[i].y}, {b[i].x, b[i].y});
+        Mma<Element>::multiply(sums[tile], {low[i].z, high[i].z, low[i].w, high[i].w}, {b[i].z, b[i].w});
+      }
     }
   }
   const auto place = [](int warp, int token) { return (warp * kTiles * kMmaM + token) * kGroup; };

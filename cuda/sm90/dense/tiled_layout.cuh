@@ -161,7 +161,7 @@ struct Masked : Gemm {
   static constexpr bool kMasked = true;
 };
 
-// The kernels that take a mask of dropout. The other gradients have no registers left for it.
+// The kernels that take a mask of dropout.
 template <typename Gemm>
 constexpr bool kMayBeMasked = Gemm::kMasked || (Gemm::kGradient && !Gemm::kGrouped && Gemm::kBlockN <= kWidestMasked);
 

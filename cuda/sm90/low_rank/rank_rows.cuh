@@ -17,6 +17,7 @@ constexpr int kRankCluster = 8;   // CTAs that share k
 constexpr int kClusterRanks = 8;  // weight rows of a cluster: the N side of the tensor cores' instruction
 constexpr int kRankTokens = 16;   // rows of x in a tile: its M side
 constexpr int kRankBlockK = 32;   // elements of k that a warp multiplies at a time
+constexpr int kRankBatch = 8;     // such blocks that a warp asks for before it multiplies the first
 constexpr int kRankTiles = kMostRankRows / kRankTokens;
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -80,18 +81,29 @@ __global__ void __launch_bounds__(kRankThreads) rank_rows_kernel(const __grid_co
   wait_for_previous_kernel();
 
   float sums[kRankTiles][4] = {};
-  const int row = lane / 4;
-#pragma unroll 4
-  for (int block = begin + warp; block < end; block += kRankWarps) {
-    const int column = block * kRankBlockK + lane % 4 * 8;
-    const uint4 b = load_vector_of_row<Element>(factor.a, first_rank + row, ranks, column, k);
+  const int row = lane / 4, last = min(end * kRankBlockK, k);
+  for (int block = begin + warp; block < end; block += kRankBatch * kRankWarps) {
+    const auto column = [&](int i) { return (block + i * kRankWarps) * kRankBlockK + lane % 4 * 8; };
+    uint4 b[kRankBatch];
+#pragma unroll
+    for (int i = 0; i < kRankBatch; ++i) {
+      b[i] = load_vector_of_row<Element>(factor.a, first_rank + row, ranks, column(i), last);
+    }
 #pragma unroll
     for (int tile = 0; tile < kRankTiles; ++tile) {
       if (tile * kRankTokens >= m) break;
-      const uint4 low = load_vector_of_row<Element>(p.x, tile * kRankTokens + row, m, column, k);
-      const uint4 high = load_vector_of_row<Element>(p.x, tile * kRankTokens + row + 8, m, column, k);
-      multiply_by_mma<Element>(sums[tile], low.x, high.x, low.y, high.y, b.x, b.y);
-      multiply_by_mma<Element>(sums[tile], low.z, high.z, low.w, high.w, b.z, b.w);
+      uint4 low[kRankBatch], high[kRankBatch];
+#pragma unroll
+      for (int i = 0; i < kRankBatch; ++i) {
+        low[i] = load_vector_of_row<Element>(p.x, tile * kRankTokens + row, m, column(i), last);
+        high[i] = load_vector_of_row<Element>(p.x, tile * kRankTokens + row + 8, m, column(i), last);
+      }
+      __syncwarp();  // or the compiler asks for a block when it has multiplied another
+#pragma unroll
+      for (int i = 0; i < kRankBatch; ++i) {
+        multiply_by_mma<Element>(sums[tile], low[i].x, high[i].x, low[i].y, high[i].y, b[i].x, b[i].y);
+        multiply_by_mma<Element>(sums[tile], low[i].z, high[i].z, low[i].w, high[i].w, b[i].z, b[i].w);
+      }
     }
   }
 #pragma unroll
