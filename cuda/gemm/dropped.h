@@ -52,8 +52,8 @@ struct DroppedRows {
   }
 };
 
-// rows weight, rows [., ranks] and weight [ranks, cols], times `scale` where an element was kept, else 0. Without a mask
-// all were.
+// rows weight, rows [., ranks] and weight [ranks, cols], times `scale` where an element was kept, else 0. Without a
+// mask all were.
 struct MaskedTerm {
   Matrix rows, weight;
   int64_t ranks;

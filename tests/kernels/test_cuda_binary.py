@@ -138,8 +138,8 @@ def test_code_for_every_arch_is_there(cuda_variant, extension, cuobjdump):
 
 def test_extension_is_small(extension):
     """Grouped products for five architectures take 1.2 MiB of it, kernels that read FP8 weights 0.75, int4 in tiles
-    and those of adapters 0.1 each."""
-    assert extension.stat().st_size <= 16.8 * MIB
+    0.1, and those of adapters 0.4."""
+    assert extension.stat().st_size <= 17.1 * MIB
 
 
 def test_extension_keeps_its_statics_to_itself(cuda_variant, extension):

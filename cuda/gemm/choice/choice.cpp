@@ -110,8 +110,8 @@ double low_rank_microseconds(const GemmProblem& p, const Peak& peak) {
 }
 
 // The time that a product of training takes at least where it is composed. It flatters torch's GEMM: ours is taken
-// where it is estimated to take less than that. Of several products that are added up it flatters more: they take longer
-// by kSeveral, with which the least was lost over 410 shapes on an H200.
+// where it is estimated to take less than that. Of several products that are added up it flatters more: they take
+// longer by kSeveral, with which the least was lost over 410 shapes on an H200.
 double composed_microseconds(const GemmProblem& p, const Peak& peak) {
   constexpr double kLaunch = 2.0, kSeveral = 1.06;
   const double bytes = 2.0 * (static_cast<double>(p.m) * (p.k + p.n) + products(p) * p.n * p.k);
