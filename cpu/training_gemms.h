@@ -80,10 +80,7 @@ struct Cpu {
     TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), 0.0, scale));
   }
 
-  static OptionalTensor room_of_rows(const Tensor&, int64_t, int64_t) { return std::nullopt; }
-  static int64_t rank_rows(const Tensor&, const Tensor&, const RankFactors&, int64_t, const OptionalTensor&) {
-    return 0;
-  }
+  static int64_t rank_rows(const Tensor&, const Tensor&, const RankFactors&, int64_t) { return 0; }
 
   template <typename... Operands>
   static NoKernel layer(const Operands&...) {

@@ -95,7 +95,6 @@ class TrainingGemm {
     if (term.factor) {
       low_rank.factor = matrix(*term.factor);
       low_rank.scale = term.scale;
-      if (term.room) low_rank.room = static_cast<float*>(term.room->mutable_data_ptr());
     } else {
       low_rank.rows = matrix(*term.rows);
     }
@@ -307,17 +306,10 @@ struct Cuda {
     TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_addmm_out(out.get(), out.get(), a.get(), b.get(), 0.0, scale));
   }
 
-  static OptionalTensor room_of_rows(const Tensor& like, int64_t rows, int64_t rank) {
-    if (rows == 0 || rows > kMostRankTermRows || rank > kMostRankTermRanks) return std::nullopt;
-    return new_dense(like, {LowRank::floats_of_room(rows, rank)}, torch::headeronly::ScalarType::Float);
-  }
-
-  static int64_t rank_rows(const Tensor& out, const Tensor& x, const RankFactors& factors, int64_t ctas_before,
-                           const OptionalTensor& cleared) {
+  static int64_t rank_rows(const Tensor& out, const Tensor& x, const RankFactors& factors, int64_t ctas_before) {
     const Architecture* const architecture = architecture_of(gpu(x.get_device_index()));
     if (architecture == nullptr || architecture->launch_rank_rows == nullptr) return 0;
     RankRows product{matrix(x), matrix(out), x.size(0), x.size(1), {}, dtype_of(x, "x")};
-    if (cleared) product.cleared = static_cast<float*>(cleared->mutable_data_ptr());
     for (size_t i = 0; i < factors.size(); ++i) {
       if (factors[i].layer == nullptr) continue;
       const AdaptedLayer& layer = *factors[i].layer;

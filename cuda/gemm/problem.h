@@ -94,20 +94,10 @@ struct LowRank {
   // Where it is there, [k, k of the GEMM], the rows are not: they are scale a factor^T, which the kernel makes itself.
   // Only streamed kernels of kPlain do so, for few rows and columns.
   Matrix factor = kNoMatrix;
-  // Room for these rows, of which the first number is 0 when the kernel starts; or null. With it, a kernel of sm_80
-  // may.
-  float* room = nullptr;
   // A mask of dropout (dropout.h) for what the term adds to a gradient, times `scale`; null where there is none.
   const uint32_t* kept = nullptr;
   int64_t words_of_row = 0;
   float scale = 1.0f;
-
-  static constexpr int64_t kRankStep = 8, kMostParts = 4, kHeadOfRoom = 4;
-  constexpr int64_t groups() const { return ceil_div(k, kRankStep); }
-  // The floats that `room` has of a product of so many rows: several sums for each element.
-  static constexpr int64_t floats_of_room(int64_t m, int64_t ranks) {
-    return kHeadOfRoom + kMostParts * m * ceil_div(ranks, kRankStep) * kRankStep;
-  }
 
   constexpr bool makes_rows() const { return factor.data != nullptr; }
   constexpr int64_t columns() const { return up_k > 0 ? up_column + up_k : k; }
@@ -133,7 +123,6 @@ struct RankRows {
   int64_t m, k;
   RankFactor factors[2];
   DType dtype;
-  float* cleared = nullptr;  // the room of a term of a later kernel, if any, whose first number is set to 0
 };
 
 // out = act(a weight^T + bias), or, where up_weight.data is not null,

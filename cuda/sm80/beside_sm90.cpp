@@ -50,13 +50,6 @@ bool enough(int64_t tiles, const ListedKernel& listed, const Gpu& gpu) {
   return shape.ctas == 1 || is_gated(listed.kernel.product) || tiles > gpu.multiprocessors;
 }
 
-// False if a kernel has no CTAs to make an adapter's rows, where it is to do so: beside those of one round of tiles.
-bool has_rank_ctas(const GemmProblem& p, const ListedKernel& listed, int64_t tiles, const Gpu& gpu) {
-  const int64_t side_by_side = gpu.multiprocessors * streamed_ctas(listed.shape, gpu.shared_of_multiprocessor);
-  const bool fits = takes_rank_term(p.product(), listed.shape) && p.m <= listed.shape.rows_n;
-  return !p.low_rank || (fits && tiles + p.low_rank.groups() <= side_by_side);
-}
-
 // CTAs are persistent: rounds of as many tiles as run side by side, and the last round of what is left. A round takes
 // what its bytes take from memory, and rows of a from L2, or what one tile takes alone, if that is longer.
 double microseconds(const GemmProblem& p, const ListedKernel& listed, int64_t tiles, const Gpu& gpu) {
@@ -90,15 +83,14 @@ GemmPlan choose_beside_sm90(const GemmProblem& p, const Gpu& gpu) {
   GemmPlan best{{}, std::numeric_limits<double>::infinity()};
   const bool lines = rows_fill(p, kLineBytes);
   const int64_t most_gated = lines ? kMostGatedRows : kMostGatedRowsOfBrokenLines;
-  if (p.m > (p.gated() ? most_gated : kMostRows) || is_training(p.product())) return best;
-  if (p.low_rank && p.low_rank.room == nullptr) return best;
+  if (p.m > (p.gated() ? most_gated : kMostRows) || is_training(p.product()) || p.low_rank) return best;
   const double broken = lines ? 1.0 : p.gated() || rows_fill(p, kSectorBytes) ? kBrokenLines : kBrokenSectors;
   for (size_t place = 0; place < std::size(kListed); ++place) {
     const ListedKernel& listed = kListed[place];
     const bool suits = listed.kernel.loop == MainLoop::kStreamed && listed.kernel.product == p.product() &&
                        holds(p.m, listed.kernel.block_m) && offered(place, gpu);
     const int64_t tiles = ceil_div(p.m, listed.kernel.block_m) * ceil_div(p.n, listed.kernel.columns());
-    if (!suits || !enough(tiles, listed, gpu) || !has_rank_ctas(p, listed, tiles, gpu)) continue;
+    if (!suits || !enough(tiles, listed, gpu)) continue;
     const double margin = listed.kernel.block_m == kLargestTile ? kMarginOfLargest : 1.0;
     const double estimated = broken * margin * microseconds(p, listed, tiles, gpu);
     const int64_t side_by_side = gpu.multiprocessors * streamed_ctas(listed.shape, gpu.shared_of_multiprocessor);

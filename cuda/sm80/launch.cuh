@@ -52,21 +52,7 @@ cudaError_t launch_streamed(const GemmProblem& p, const Gpu& gpu, cudaStream_t s
   args.tiles_m = static_cast<int>(ceil_div(p.m, Gemm::kTokens));
   args.tiles = static_cast<int>(args.tiles_m * ceil_div(p.n, Gemm::kColumns));
   const int ctas = gpu.multiprocessors * std::max(1, streamed_ctas(Gemm::kShape, gpu.shared_of_multiprocessor));
-  if (p.low_rank.makes_rows()) {
-    const LowRank& term = p.low_rank;
-    const int groups = static_cast<int>(term.groups());
-    const int parts = std::min<int>(LowRank::kMostParts, (ctas - args.tiles) / groups);
-    if (!Gemm::kTakesTerm || term.room == nullptr || parts < 1) return cudaErrorInvalidValue;
-    args.term = {term.factor,
-                 term.weight,
-                 reinterpret_cast<unsigned*>(term.room),
-                 term.room + LowRank::kHeadOfRoom,
-                 static_cast<int>(term.k),
-                 groups,
-                 parts,
-                 term.scale};
-  }
-  const int grid = std::min(args.tiles, ctas) + args.term.ctas();
+  const int grid = std::min(args.tiles, ctas);
   args.starts_early = starts_early(p, Gemm::kShape, grid, gpu);
   // CTAs that start while the kernel before drains take all of their share of a multiprocessor's shared memory:
   // otherwise the first multiprocessors to have room would get several, and others none.

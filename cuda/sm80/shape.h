@@ -2,8 +2,6 @@
 // of a kernel know it from here.
 #pragma once
 
-#include "../gemm/problem.h"
-
 namespace fused_mlp::sm80 {
 
 // Shared memory that the system takes of each CTA's part.
@@ -49,11 +47,6 @@ constexpr int streamed_sum_stride(const Shape& shape) {
 constexpr int streamed_shared_bytes(const Shape& shape) {
   const int sums = shape.warps_k * streamed_round(shape.rows_n) * streamed_sum_stride(shape) * 4;
   return shape.ring_bytes() + (shape.warps_k > 1 ? sums : 0);
-}
-
-// True if a streamed kernel has CTAs that make an adapter's rows.
-constexpr bool takes_rank_term(Product product, const Shape& shape) {
-  return product == Product::kPlain && shape.warps_k > 1 && shape.rows_n <= kMostRankTermRows;
 }
 
 // The CTAs of which a multiprocessor's shared memory has room for.

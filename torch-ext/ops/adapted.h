@@ -43,9 +43,8 @@ struct LowRankTerm {
   // The mask of a dropout, where gradients pass one: of the term, which is scaled too.
   OptionalTensor mask;
   float scale = 1.0f;
-  // Where it is there, rows are not: they are scale x factor^T of the x of the product, whose kernel makes them. With
-  // room for them, whose first number a kernel before has cleared, there are more such kernels.
-  OptionalTensor factor, room;
+  // Where it is there, rows are not: they are scale x factor^T of the x of the product, whose kernel makes them.
+  OptionalTensor factor;
 
   explicit operator bool() const { return rows.has_value() || factor.has_value(); }
 };
@@ -198,9 +197,7 @@ enum class Keep : int64_t { kNothing, kRows, kValues };
 // Backend: what backward.h asks of one, and
 //   kAddsRankLast                 whether x weight^T is computed first: there are kernels for it that add to nothing
 //   scaled_mm(out, a, b, scale)   out = scale a b
-//   room_of_rows(like, rows, rank)  the room of LowRankTerm, or none
-//   rank_rows(out, x, factors, ctas_before, cleared)  the columns of `out` that factors say, by a kernel of its own,
-//                                 which clears the first number of a room, where there is one; returns its
+//   rank_rows(out, x, factors, ctas_before)  the columns of `out` that factors say, by a kernel of its own; returns its
 //                                 CTAs, or 0 where there is none. `ctas_before` are those of the kernel that wrote x
 //                                 and was launched right before, or 0
 //   kDrops                        whether it has the following ones of dropouts
@@ -230,16 +227,13 @@ class Adapted {
   // layer and of the second: without elements, what is not there or not kept. Weights are decoded before the rows of
   // adapters: a kernel that starts early reads its weights while the one before it runs.
   std::vector<Tensor> forward(Keep keep, Drawing drawing) {
-    OptionalTensor first_rows, gate, up, second_rows, room;
+    OptionalTensor first_rows, gate, up, second_rows;
     Tensor out = new_dense(like_, with_features(layers_.second ? layers_.hidden() : layers_.features()));
     int64_t ctas =
-        keep == Keep::kNothing && !layers_.up ? run_whole(*x_, *layers_.first, activation_, 0, flat(out), room) : 0;
+        keep == Keep::kNothing && !layers_.up ? run_whole(*x_, *layers_.first, activation_, 0, flat(out)) : 0;
     if (ctas == 0) {
       const FirstLayer first = first_layer();
-      const bool has_whole = keep == Keep::kNothing && layers_.second && may_be_whole(*layers_.second);
-      if (has_whole) room = Backend::room_of_rows(like_, rows_, layers_.second->rank());
-      std::tie(first_rows, ctas) = rows_of_first(drawing, room);
-      if (ctas == 0) room.reset();
+      std::tie(first_rows, ctas) = rows_of_first(drawing);
       const bool keeps = keep == Keep::kValues && !layers_.is_linear(activation_);
       ctas = run_first(first, first_rows, ctas, keeps, flat(out), &gate, &up);
     }
@@ -247,8 +241,7 @@ class Adapted {
       const AdaptedLayer& second = *layers_.second;
       const Tensor hidden = out;
       out = new_dense(like_, with_features(layers_.features()));
-      const bool is_whole =
-          keep == Keep::kNothing && run_whole(flat(hidden), second, kLinear, ctas, flat(out), room) > 0;
+      const bool is_whole = keep == Keep::kNothing && run_whole(flat(hidden), second, kLinear, ctas, flat(out)) > 0;
       if (!is_whole) {
         const FirstLayer last = first_layer(second);
         std::tie(second_rows, ctas) = rows_of_second(hidden, second.packed == nullptr ? ctas : 0, drawing);
@@ -368,7 +361,7 @@ class Adapted {
   }
 
   // The rows of gate's and up's adapters, side by side.
-  std::pair<OptionalTensor, int64_t> rows_of_first(Drawing drawing, const OptionalTensor& cleared) {
+  std::pair<OptionalTensor, int64_t> rows_of_first(Drawing drawing) {
     RankFactors factors;
     if (layers_.first->a) factors[0] = {&*layers_.first, 0};
     if (up_rank() > 0) factors[1] = {&*layers_.up, up_column()};
@@ -380,7 +373,7 @@ class Adapted {
       fill_rows_behind_dropout(rows, like_, place, factor.column, drawing);
       factor = {};
     }
-    return {rows, fill_rows(rows, *x_, factors, 0, cleared)};
+    return {rows, fill_rows(rows, *x_, factors, 0)};
   }
 
   int64_t fill_rows_behind_dropout(const Tensor& rows, const Tensor& x, int place, int64_t column, Drawing drawing) {
@@ -416,9 +409,8 @@ class Adapted {
     }
   }
 
-  static int64_t fill_rows(const Tensor& rows, const Tensor& x, const RankFactors& factors, int64_t ctas_before,
-                           const OptionalTensor& cleared = std::nullopt) {
-    const int64_t ctas = Backend::rank_rows(rows, x, factors, ctas_before, cleared);
+  static int64_t fill_rows(const Tensor& rows, const Tensor& x, const RankFactors& factors, int64_t ctas_before) {
+    const int64_t ctas = Backend::rank_rows(rows, x, factors, ctas_before);
     for (const RankFactorOf& factor : factors) {
       if (ctas > 0 || factor.layer == nullptr) continue;
       const AdaptedLayer& layer = *factor.layer;
@@ -465,16 +457,11 @@ class Adapted {
     return 0;
   }
 
-  static bool may_be_whole(const AdaptedLayer& layer) {
-    return layer.a && layer.dropout == 0 && layer.packed == nullptr;
-  }
-
   // A layer and its adapter by one kernel, whose CTAs it returns; 0 where there is none.
   int64_t run_whole(const Tensor& x, const AdaptedLayer& layer, int64_t activation, int64_t ctas_before,
-                    const Tensor& out, const OptionalTensor& room) const {
-    if (!may_be_whole(layer)) return 0;
+                    const Tensor& out) const {
+    if (!layer.a || layer.dropout > 0 || layer.packed != nullptr) return 0;
     LowRankTerm term;
-    term.room = room;
     term.weight = layer.b;
     term.factor = layer.a;
     term.scale = static_cast<float>(layer.scaling);

@@ -261,7 +261,6 @@ GemmProblem placed(GemmProblem p) {
   place(p.epilogue.bias);
   place(p.epilogue.up_bias);
   place(p.low_rank.kept);
-  place(p.low_rank.room);
   return p;
 }
 

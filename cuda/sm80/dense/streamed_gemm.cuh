@@ -12,7 +12,6 @@
 #include "../../overlap.cuh"
 #include "../main_loop.cuh"
 #include "../rows.cuh"
-#include "rank_rows.cuh"
 #include "streamed_store.cuh"
 
 namespace fused_mlp::sm80 {
@@ -29,7 +28,6 @@ struct StreamedGemmArgs {
   int tiles_m;
   int tiles;
   bool starts_early;  // before the kernel that writes a is done
-  RankTerm term;      // of dense products that take one, or of no CTAs
 };
 
 template <typename Element_, Product kProduct_, int kTokens_, int kColumns_, int kBlockK_, int kWarpsM_, int kWarpsK_,
@@ -55,7 +53,6 @@ struct StreamedGemm {
   static constexpr bool kSharesK = kWarpsK_ > 1;
   static constexpr int kRun = kSharesK || !kGated ? kColumns : Tile::kWarpRowsM / 2;
   static_assert(kRun % kMmaM == 0);
-  static constexpr bool kTakesTerm = takes_rank_term(kProduct, kShape);
   using Args = StreamedGemmArgs;
 };
 
@@ -83,9 +80,6 @@ struct DenseTile {
     return to_float2(load_bias_pair<Element>(bias(operand), at, args.n));
   }
   __device__ __forceinline__ float bounded(Operand, float sum) const { return sum; }
-  __device__ __forceinline__ void terms(int row, int at, float (&values)[kPiece]) const {
-    if (Gemm::kTakesTerm && args.term.ctas() > 0) rank_terms<Element>(args.term, args.m, row, at, values);
-  }
 };
 
 template <typename Gemm>
@@ -203,9 +197,9 @@ struct StreamedCopies {
         tokens(tokens_of(place)) {}
 };
 
-// Computes every gridDim.x-th tile from `first_tile` on, of which there is one.
+// Computes every gridDim.x-th tile from the CTA's on, of which there is one.
 template <typename Gemm, typename Tiles>
-__device__ __forceinline__ void stream(const typename Gemm::Args& args, const Tiles& tiles, int first_tile) {
+__device__ __forceinline__ void stream(const typename Gemm::Args& args, const Tiles& tiles) {
   using Tile = typename Gemm::Tile;
   extern __shared__ __align__(128) uint8_t raw_shared[];
   const uint32_t ring = shared_address(raw_shared);
@@ -216,13 +210,13 @@ __device__ __forceinline__ void stream(const typename Gemm::Args& args, const Ti
   const WarpPlace<Tile> place(__shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0));
   const FragmentReader<Tile> reader(place);
 
-  tiles.prefetch(first_tile);
-  StreamedCopies<Gemm, Tiles> copies(args, tiles, first_tile);
+  tiles.prefetch(blockIdx.x);
+  StreamedCopies<Gemm, Tiles> copies(args, tiles, blockIdx.x);
   copies.fill(ring);
   uint32_t reading = ring;
   uint32_t writing = ring + (Tile::kStages - 1) * Tile::kStageBytes;
 #pragma unroll 1
-  for (int tile = first_tile; tile < tiles.count(); tile += gridDim.x) {
+  for (int tile = blockIdx.x; tile < tiles.count(); tile += gridDim.x) {
     if (tile + static_cast<int>(gridDim.x) < tiles.count()) tiles.prefetch(tile + gridDim.x);
     const auto output = tiles.at(tile);
     Accumulator<Tile> sums;
@@ -255,11 +249,7 @@ __global__ void __launch_bounds__(Gemm::Tile::kThreads, Gemm::kShape.ctas)
     streamed_gemm_kernel(const __grid_constant__ StreamedGemmArgs args) {
   if constexpr (Gemm::kSharedBytes <= kSharedLimit) {
     allow_next_kernel();
-    const int rank_ctas = Gemm::kTakesTerm ? args.term.ctas() : 0;
-    if constexpr (Gemm::kTakesTerm) {
-      if (static_cast<int>(blockIdx.x) < rank_ctas) return make_rank_rows<Gemm>(args);
-    }
-    stream<Gemm>(args, DenseTiles<Gemm>{args}, blockIdx.x - rank_ctas);
+    stream<Gemm>(args, DenseTiles<Gemm>{args});
   } else {
     __trap();
   }

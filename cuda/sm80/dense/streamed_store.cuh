@@ -70,12 +70,9 @@ __device__ __forceinline__ void store_tokens(uint32_t shared, const typename Gem
     const int row = index % kPieces * kPiece;
     const int column = output.column + row;
     if (first + token >= output.tokens() || column >= args.n) continue;
-    float terms[kPiece] = {};
-    if constexpr (requires { output.terms(0, 0, terms); }) output.terms(first + token, column, terms);
     const auto sums = [&](Operand operand, auto&& take) {
       const int weight_row = operand == Operand::kGate ? row : Gemm::kColumns + row;
-      const auto with_term = [&](int i, float sum) { take(i, sum + terms[i]); };
-      add_up<Gemm>(shared, output, operand, token, weight_row, column, with_term);
+      add_up<Gemm>(shared, output, operand, token, weight_row, column, take);
     };
     float value[kPiece];
     GluEpilogue<Gemm::kProduct>::apply(value, CodedActivation<Element>{args.epilogue.activation}, sums);

@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(Gemm::Tile::kThreads, Gemm::kShape.ctas)
   if (searches) searched.find(args.routes, Gemm::kTokens);
   const int tiles = searches ? searched.tiles : load_fresh(args.fitted.count);
   const GroupedStreamedTiles<Gemm> all{args, searched, tiles * args.column_tiles};
-  if (static_cast<int>(blockIdx.x) < all.count()) stream<Gemm>(args, all, blockIdx.x);
+  if (static_cast<int>(blockIdx.x) < all.count()) stream<Gemm>(args, all);
   wait_for_previous_kernel();  // the kernel behind waits for this one alone
 }
 

@@ -68,7 +68,6 @@ __global__ void __launch_bounds__(kRankThreads) rank_rows_kernel(const __grid_co
   const int begin = part * blocks / kRankCluster, end = (part + 1) * blocks / kRankCluster;
 
   allow_next_kernel();
-  if (p.cleared != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *p.cleared = 0.0f;
   {  // the weights, before x is there
     constexpr int kLine = 128 / sizeof(Element);
     const int row = first_rank + threadIdx.x % kClusterRanks;
