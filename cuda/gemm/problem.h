@@ -107,7 +107,7 @@ struct LowRank {
 };
 
 // Kernels that make an adapter's rows do so for so few rows of a, and of the factor.
-constexpr int kMostRankTermRows = 32, kMostRankTermRanks = 32;
+constexpr int kMostRankTermRows = 32, kMostRankTermRanks = 16;
 
 // Columns [column, column + rank) of the result are scale * x a^T, a [rank, k].
 struct RankFactor {

@@ -203,7 +203,7 @@ def test_few_rows_without_gradients(fused_mlp, device, seed):
 
 
 @hopper
-@pytest.mark.parametrize("rank, kernels", [(3, 1), (16, 1), (32, 1), (40, 2)])
+@pytest.mark.parametrize("rank, kernels", [(3, 1), (16, 1), (24, 2)])
 def test_one_kernel_for_a_layer_of_few_rows(fused_mlp, device, rank, kernels):
     draw = lambda *sizes: torch.randn(sizes, device=device, dtype=torch.bfloat16)  # noqa: E731
     x, weight, adapter = draw(16, 1024), draw(2048, 1024), fused_mlp.Adapter(draw(rank, 1024), draw(2048, rank))
