@@ -162,5 +162,5 @@ def is_transposed(kind: type) -> bool:
 
 
 def is_as_written(kind: type) -> bool:
-    """True if the forward of a class is of the module that the class is of."""
-    return kind.forward.__module__ == kind.__module__
+    """True if the forward of a class was defined in the module of the class. A wrapper copies the name of a module."""
+    return getattr(kind.forward, "__globals__", {}).get("__name__") == kind.__module__
