@@ -23,7 +23,7 @@ def test_kernels_in_the_interpreter():
 
 @pytest.mark.skipif(machine.device_type() == "cuda", reason="Triton runs here")
 def test_refuses_cpu_tensors(fused_mlp):
-    message = "Triton kernels run on GPUs and x is on cpu"
+    message = "Triton kernels run on GPUs, but x is on cpu"
     with fused_mlp.backend("triton"), pytest.raises(ValueError, match=message):
         fused_mlp.linear(torch.randn(2, 3), torch.randn(4, 3))
 

@@ -324,7 +324,7 @@ def test_a_layout_refuses_an_unknown_activation(fused_mlp, name):
 def test_a_layout_wants_an_activation(fused_mlp):
     config = SimpleNamespace(hidden_size=4, intermediate_size=8)
     for layout in ("GatedMLPLayout", "PackedGatedMLPLayout", "MLPLayout"):
-        with pytest.raises(ValueError, match="config must name its activation"):
+        with pytest.raises(ValueError, match="config must have hidden_act"):
             getattr(fused_mlp.layers, layout)(config)
 
 

@@ -211,6 +211,6 @@ def test_left_on_a_cpu(fused_mlp, device, ops, own):
         fused = copy.deepcopy(model)
         report = fused_mlp.fuse_mlps(fused)
         assert len(report.left) == MLPS
-        assert all("FP8Linear on a CPU, where its own product runs" in module.reason for module in report.left)
+        assert all("FP8Linear on a CPU, where its own kernel runs" in module.reason for module in report.left)
         assert_close(run(fused, inputs), run(model, inputs), tolerance(device))
     assert ops == []

@@ -169,7 +169,7 @@ def _read(part: nn.Module) -> Union[str, Layer]:
     if type(adapter) is str:
         return adapter
     if is_quantized and not dispatch.may_train_quantized():
-        return f"a {kind} around a quantised weight on a CPU, where its own product runs"
+        return f"a {kind} around a quantised weight on a CPU, where its own kernel runs"
     is_of_any = is_quantized and base.dtype is None  # whose product has the dtype of what it is given
     if is_of_any and adapter.bias is not None:
         return f"a {kind} with a bias of its own around a weight of {base.weight.format}"
