@@ -227,7 +227,7 @@ def test_explanations(fused_mlp, device, layer, make, width):
     elif hasattr(activations, type(module).__name__):
         reason = "activation"
     elif any(isinstance(part, nn.Mish) for part in module.modules()):
-        reason = "activation Mish is not known"
+        reason = "unknown activation Mish"
     else:
         reason = "GEMMs and activation"
     assert explanation.reason == reason

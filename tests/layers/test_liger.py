@@ -167,7 +167,7 @@ def test_a_product_that_somebody_patches(fused_mlp, device, classes, monkeypatch
     monkeypatch.setattr(LigerSiLUMulFunction, "forward", staticmethod(changed))
     with torch.no_grad():
         assert_close(mlp(x), mlp.down_proj(mlp.gate_proj(x) + mlp.up_proj(x)))
-    assert "not known" in str(fused_mlp.explain(mlp))
+    assert "unknown activation" in str(fused_mlp.explain(mlp))
 
 
 def test_a_version_that_nobody_has_read(fused_mlp, device, classes, monkeypatch):
@@ -180,7 +180,7 @@ def test_a_version_that_nobody_has_read(fused_mlp, device, classes, monkeypatch)
     report = fused_mlp.fuse_mlps(model)
     activations._products.known.clear()
     assert not report.fused
-    assert all("forward of its own (from liger_kernel" in each.reason for each in report.left)
+    assert all("forward is overridden on the instance (from liger_kernel" in each.reason for each in report.left)
 
 
 # The kinds behind these: a product as a function, and a method that a module itself holds.

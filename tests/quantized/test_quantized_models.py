@@ -370,7 +370,7 @@ def test_merged_and_disabled(fused_mlp, device, ops):
 
 @pytest.mark.parametrize(
     "options, words",
-    [({"use_dora": True}, "of another kind"), ({"lora_dropout": 0.5}, None)],
+    [({"use_dora": True}, "of an unsupported variant"), ({"lora_dropout": 0.5}, None)],
     ids=["DoRA", "dropout"],
 )
 def test_other_adapters_are_left(fused_mlp, device, ops, options, words):

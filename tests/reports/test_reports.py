@@ -72,7 +72,7 @@ def test_a_model_without_mlps_is_explained(fused_mlp):
 
 @pytest.mark.parametrize(
     ("alter", "detail"),
-    [(hooked, "hooks"), (lambda act: setattr(act, "forward", act.forward.__func__) or act, "a forward of its own")],
+    [(hooked, "hooks"), (lambda act: setattr(act, "forward", act.forward.__func__) or act, "an overridden forward")],
     ids=["hook", "forward"],
 )
 def test_an_altered_activation_is_not_called_unknown(fused_mlp, device, alter, detail):
