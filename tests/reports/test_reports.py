@@ -61,7 +61,7 @@ def test_an_mlp_of_coordinates_is_left(fused_mlp):
     model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 8))
     report = fused_mlp.fuse_mlps(model)
     assert not fused_mlp.is_fused(model)
-    assert [(entry.pattern, entry.reason) for entry in report.left] == [("plain", "no kernel for 2 inputs")]
+    assert [(entry.pattern, entry.reason) for entry in report.left] == [("plain", "no kernel for 2 input features")]
     assert fused_mlp.fuse_mlps(nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))).fused
 
 

@@ -353,7 +353,7 @@ def reasoned(op: str, x: Tensor, recorded: Optional[int] = None) -> Tuple[str, s
         select(op, x)
         return forced, "forced by backend()"
     if is_too_small(op, x, recorded):
-        return "torch", f"autograd records fewer than {LEAST_RECORDED[x.dtype][op]} elements"
+        return "torch", f"fewer than {LEAST_RECORDED[x.dtype][op]} elements to record"
     refusals = []
     for name in _AUTO:
         reason = _BACKENDS[name].refusal(op, x)

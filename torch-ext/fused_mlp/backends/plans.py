@@ -74,7 +74,7 @@ class Part:
         if self.implementation == "quantized" and self.kernel == "amx":
             return "read packed: weights decoded on the fly for AMX tiles"
         if self.implementation == "quantized" and self.kernel in _VECTORS:
-            return f"read packed: few rows, weights decoded in registers by a {self.kernel} kernel"
+            return f"read packed: few rows, weights decoded in registers by an {self.kernel} kernel"
         if self.implementation == "quantized":
             how = "streamed" if self.kernel == "streamed" else "decoded on the fly"
             split = f", split-k {self.split_k}" if self.split_k > 1 else ""
@@ -87,7 +87,7 @@ class Part:
             pointwise = f" and {self.pointwise} pointwise kernels" if self.pointwise else ""
             return f"this package's {self.implementation} GEMMs{pointwise}"
         if self.implementation in _VECTORS:
-            return f"few rows, weights streamed by a {self.implementation} kernel"
+            return f"few rows, weights streamed by an {self.implementation} kernel"
         split = f", split-k {self.split_k}" if self.split_k > 1 else ""
         basis = "; chosen by a performance model of this GPU, not a measurement" if self.basis == "model" else ""
         if self.kernel == "grouped":

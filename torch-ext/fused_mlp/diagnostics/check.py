@@ -67,9 +67,9 @@ class Check:
         return [("", *map(_name, _DTYPES)), *rows]
 
 
-_CAPTION = f"""What this package computes, by number of rows ({_WIDTH} features, {_HIDDEN} hidden):
-  GEMM: the GEMM with its activation, as one kernel; torch: nothing, PyTorch runs it all;
-  pointwise: PyTorch runs the GEMM, and one kernel the rest."""
+_CAPTION = f"""Which kernels run, by number of rows ({_WIDTH} features, {_HIDDEN} hidden):
+  GEMM: this package's GEMM, with the activation in its epilogue; torch: PyTorch's operations;
+  pointwise: PyTorch's GEMM, and one kernel of this package for the rest."""
 
 
 def check() -> Check:
