@@ -308,7 +308,7 @@ def test_on_another_device(fused_mlp):
     """Without a kernel, the products of groups stay, and a class's own loop does not."""
     module = made(Base, implementation="grouped_mm").to("meta")
     (entry,) = fused_mlp.fuse_mlps(module).modules
-    assert entry.reason == "runs unfused: grouped_mm of torch.float32 on meta, for which there is no kernel"
+    assert entry.reason == "runs unfused: grouped_mm in torch.float32 on meta, which no kernel supports"
     module.config._experts_implementation = "eager"
     assert reason(fused_mlp, module) is None
 

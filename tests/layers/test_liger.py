@@ -93,7 +93,7 @@ def test_in_an_instance_behind(fused_mlp, device, classes, tell_ops, dispatched,
     fused_mlp.fuse_mlps(model)
     with caplog.at_level(logging.WARNING, "fused_mlp"):
         apply(kind, model)
-    name = f"{kind}MLP.forward is not fused any more"
+    name = f"{kind}MLP.forward is no longer fused"
     (line,) = [record.getMessage() for record in caplog.records if record.name == "fused_mlp"]
     assert line.startswith(name)
     assert "liger_kernel" in line

@@ -418,9 +418,12 @@ def test_explained(fused_mlp, device):
 
 WRONG = {
     "format": ({"format": "int3"}, "weight.format must be one of nf4, fp4, fp8, int8, int4, int4_tiles, got 'int3'"),
-    "shape": ({"shape": (96, 65)}, r"weight.data must be contiguous, of 3120 elements to fit \[out, in\] = \[96, 65\]"),
+    "shape": (
+        {"shape": (96, 65)},
+        r"weight.data must be contiguous with 3120 elements to fit \[out, in\] = \[96, 65\]",
+    ),
     "width": ({"shape": (48, 128)}, r"weight must be \[out, in\] with in = 64 to fit x"),
-    "block": ({"block": 32}, "weight.scales must be contiguous, of 192 elements"),
+    "block": ({"block": 32}, "weight.scales must be contiguous with 192 elements"),
     "scales": ({"scales": torch.zeros(96, dtype=torch.bfloat16)}, "weight.scales must be a tensor of torch.float32"),
     "data": ({"data": None}, "weight.data must be a tensor of torch.uint8, got NoneType"),
     "nested": ({"nested_scales": torch.zeros(1)}, "weight must have both nested_scales and nested_code, or neither"),
@@ -438,7 +441,7 @@ def test_wrong_weights(fused_mlp, device, case):
 
 WRONG_FP8 = {
     "data": ({"data": torch.zeros(96, 64)}, "weight.data must be a tensor of torch.float8_e4m3fn, got torch.float32"),
-    "scales": ({"scales": torch.ones(2, 1)}, r"weight.scales must be contiguous, of 1 elements .* blocks of 96 x 64"),
+    "scales": ({"scales": torch.ones(2, 1)}, r"weight.scales must be contiguous with 1 elements .* blocks of 96 x 64"),
     "dtype": ({"scales": torch.ones(1).half()}, "weight.scales must be a tensor of torch.float32, got torch.float16"),
     "block": ({"block": 128}, "weight.block a pair of rows and columns"),
     "nested": ({"nested_scales": torch.zeros(1)}, "weight must have neither nested_scales nor nested_code"),

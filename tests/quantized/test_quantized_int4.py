@@ -86,8 +86,8 @@ def test_what_is_no_such_weight(fused_mlp, device):
     with pytest.raises(TypeError, match=r"weight must be a tensor \[out / 8, in / 128, 32, 4\]"):
         of_tiles(words.view(-1), pairs, (16, 1024), 64)
     for weight, error, said in (
-        (of_tiles(words, pairs, (24, 1024), 64), ValueError, "weight.data must be contiguous, of 3072 elements"),
-        (of_tiles(words, pairs[1:], (16, 1024), 64), ValueError, "weight.scales must be contiguous, of 512 elements"),
+        (of_tiles(words, pairs, (24, 1024), 64), ValueError, "weight.data must be contiguous with 3072 elements"),
+        (of_tiles(words, pairs[1:], (16, 1024), 64), ValueError, "weight.scales must be contiguous with 512 elements"),
         (of_tiles(words, pairs.float(), (16, 1024), 64), TypeError, "weight.scales must be a tensor of torch.bfloat16"),
         (of_tiles(words, pairs, (16, 1024), 48), ValueError, "a multiple of 32 columns"),
     ):

@@ -312,7 +312,7 @@ def test_wrong_operands(ops, device):
         "scales": {"scales": weight.scales.double()},
         "code": {"code": weight.code[:15]},
         "nested_scales and nested_code": {"nested_code": torch.zeros(256, device=device), "scales": weight.scales},
-        "in being 32": {"x": x[:, :32]},
+        "with in = 32": {"x": x[:, :32]},
         "bias": {"bias": torch.zeros(31, device=device).bfloat16()},
         "activation": {"activation": 99},
         "layout": {"layout": [32, 64, 1, 0, 0]},

@@ -70,7 +70,7 @@ _REASON_WORDS = {
     NOT_FUSED: "not fused",
     REPLACED: "its fused {part} was replaced ({detail}); fuse again",
     OWN_METHOD: "its {part} is overridden on the instance ({detail})",
-    OWN_FINDER: "its class defines {part}, which runs on every attribute access",
+    OWN_FINDER: "its class defines {part}, which runs on attribute access",
     SCRIPTED: "compiled by TorchScript",
     GRAPH: "a torch.fx.GraphModule, which generates its own code",
     NO_FUNCTION: "its forward is a {detail}, not a function",
