@@ -9,7 +9,6 @@
 #include "../../torch-ext/operands/operands.h"
 #include "../../torch-ext/ops/plan.h"
 #include "../gemm/choice/usual.h"
-#include "../quantized/grouped/decode_stack.h"
 #include "../quantized/grouped/grouped.h"
 #include "../quantized/scaled/rounded_rows.h"
 #include "expert_operands.h"

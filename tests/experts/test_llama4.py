@@ -155,12 +155,3 @@ def test_what_pays(fused_mlp, device, tokens, trains):
     else:
         taken = tokens == 2000
     assert routed.called == taken
-
-
-def test_restored(fused_mlp, device):
-    block, _ = pair(fused_mlp, device)
-    x = torch.randn(2, 5, 64, device=device)
-    expected = block(x)[0]
-    report = fused_mlp.fuse_mlps(block)
-    report.restore()
-    assert torch.equal(block(x)[0], expected) and not fused_mlp.is_fused(block)

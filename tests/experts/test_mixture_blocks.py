@@ -15,6 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qw
 
 import machine
 import mixtures
+from test_mixture_models import error
 
 MODELS = ["qwen3_moe", "mixtral", "olmoe", "qwen3_vl_moe_text"]
 
@@ -71,10 +72,6 @@ def pair(fused_mlp, device, model_type="qwen3_moe", **options):
     return model, fused
 
 
-def error(got, expected):
-    return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
-
-
 def bound(dtype):
     return 1e-5 if dtype == torch.float32 else 2e-2
 
@@ -82,6 +79,11 @@ def bound(dtype):
 def dtypes(device):
     # On a GPU there are no kernels for experts in float32, on a CPU none for routers in bfloat16.
     return [torch.float32] if device.type == "cpu" else [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture
+def dtype(device):
+    return dtypes(device)[0]
 
 
 @pytest.mark.parametrize("model_type", MODELS)
@@ -128,9 +130,8 @@ def shared_block(device, dtype):
     return plain
 
 
-def test_a_shared_expert(fused_mlp, device, calls):
+def test_a_shared_expert(fused_mlp, device, dtype, calls):
     """It is called once, with what it was called with, also where the block is not one call."""
-    (dtype, *_) = dtypes(device)
     plain = shared_block(device, dtype)
     fused, seen = copy.deepcopy(plain), []
     fused_mlp.fuse_mlps(fused)
@@ -171,9 +172,8 @@ def test_blocks_of_sigmoids(fused_mlp, device, calls, model_type):
             assert calls.made["mixture"] == before + 4
 
 
-def test_strides(fused_mlp, device, calls):
+def test_strides(fused_mlp, device, dtype, calls):
     """Inputs that are not dense are left, and right."""
-    (dtype, *_) = dtypes(device)
     model, fused = pair(fused_mlp, device, dtype=dtype)
     before = calls.made["mixture"]
     x = torch.randn(2, 3, 64, device=device, dtype=dtype)
@@ -238,8 +238,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_what_changes_is_seen(fused_mlp, device, calls, change):
-    (dtype, *_) = dtypes(device)
+def test_what_changes_is_seen(fused_mlp, device, dtype, calls, change):
     model, fused = pair(fused_mlp, device, dtype=dtype)
     x, before = torch.randn(2, 5, 32, device=device, dtype=dtype), calls.made["mixture"]
     with torch.no_grad():
@@ -254,9 +253,8 @@ def test_what_changes_is_seen(fused_mlp, device, calls, change):
 
 
 @pytest.mark.parametrize("part", ["mlp", "post_attention_layernorm", "mlp.gate"])
-def test_hooks_within_a_layer(fused_mlp, device, calls, part):
+def test_hooks_within_a_layer(fused_mlp, device, dtype, calls, part):
     """They see what they saw: the layer calls its modules again."""
-    (dtype, *_) = dtypes(device)
     model, fused = pair(fused_mlp, device, dtype=dtype)
     ids, seen = torch.randint(90, (2, 7), device=device), ([], [])
     with torch.no_grad():
@@ -272,8 +270,7 @@ def test_hooks_within_a_layer(fused_mlp, device, calls, part):
     assert len(seen[1]) == len(seen[0]) == 1 and error(seen[1][0][0], seen[0][0][0]) < bound(dtype)
 
 
-def test_weights_are_read_at_each_call(fused_mlp, device, calls):
-    (dtype, *_) = dtypes(device)
+def test_weights_are_read_at_each_call(fused_mlp, device, dtype, calls):
     model, fused = pair(fused_mlp, device, dtype=dtype)
     x, before = torch.randn(2, 5, 32, device=device, dtype=dtype), calls.made["mixture"]
     with torch.no_grad():
@@ -288,9 +285,8 @@ def test_weights_are_read_at_each_call(fused_mlp, device, calls):
     assert calls.made["mixture"] == before + 2
 
 
-def test_what_is_left(fused_mlp, device, calls, monkeypatch):
+def test_what_is_left(fused_mlp, device, dtype, calls, monkeypatch):
     """A block that autograd records, autocast, transforms, patches, another dtype, and inputs of another shape."""
-    (dtype, *_) = dtypes(device)
     model, fused = pair(fused_mlp, device, dtype=dtype)
     plain, ours, before = layer_of(model).mlp, layer_of(fused).mlp, calls.made["mixture"]
     x = torch.randn(2, 5, 32, device=device, dtype=dtype)
@@ -321,9 +317,8 @@ def test_what_is_left(fused_mlp, device, calls, monkeypatch):
     assert calls.made["mixture"] == before
 
 
-def test_copies_and_restoring(fused_mlp, device, calls):
+def test_copies_and_restoring(fused_mlp, device, dtype, calls):
     """A copy has a record of its own, and what is restored runs as it was."""
-    (dtype, *_) = dtypes(device)
     model, fused = pair(fused_mlp, device, dtype=dtype)
     x = torch.randn(2, 5, 32, device=device, dtype=dtype)
     records = sys.modules[f"{fused_mlp.__name__}.models.experts.blocks"]._records
@@ -342,9 +337,8 @@ def test_copies_and_restoring(fused_mlp, device, calls):
     assert key not in records
 
 
-def test_no_weights_are_held(fused_mlp, device, calls):
+def test_no_weights_are_held(fused_mlp, device, dtype, calls):
     """A part that is replaced in a block is freed."""
-    (dtype, *_) = dtypes(device)
     _, fused = pair(fused_mlp, device, dtype=dtype)
     block, before = layer_of(fused).mlp, calls.made["mixture"]
     with torch.no_grad():
@@ -356,9 +350,8 @@ def test_no_weights_are_held(fused_mlp, device, calls):
     assert [part() for part in replaced] == [None, None, None]
 
 
-def test_a_shared_part_that_does_not_fit(fused_mlp, device, calls):
+def test_a_shared_part_that_does_not_fit(fused_mlp, device, dtype, calls):
     """A residual of another dtype: the block's own code casts the sum."""
-    (dtype, *_) = dtypes(device)
     plain = shared_block(device, dtype)
     plain.shared_experts.register_forward_hook(lambda module, given, out: out.double())
     fused = copy.deepcopy(plain)
@@ -371,8 +364,7 @@ def test_a_shared_part_that_does_not_fit(fused_mlp, device, calls):
     assert calls.made["mixture"] == 0
 
 
-def test_reported(fused_mlp, device):
-    (dtype, *_) = dtypes(device)
+def test_reported(fused_mlp, device, dtype):
     _, fused = pair(fused_mlp, device, dtype=dtype)
     report = fused_mlp.fuse_mlps(fused)
     assert "1 x router and experts in inference with residual and norm" in str(report).splitlines()[0]

@@ -85,24 +85,16 @@ def test_an_operand_of_no_floating_dtype(fused_mlp, device, function, dtype):
                 call(**good(function, device) | {name: operand.to(dtype)})
 
 
+@pytest.mark.parametrize(("other", "error"), [(torch.bfloat16, TypeError), (torch.device("meta"), ValueError)])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_operands_of_two_dtypes(fused_mlp, device, function):
+def test_operands_of_two_dtypes_or_devices(fused_mlp, device, function, other, error):
     first, *others = good(function, device)
+    said = ("float32", "bfloat16") if error is TypeError else (device.type, "meta")
     for name in others:
         made = good(function, device)
         for call in each(fused_mlp, function):
-            with raises(TypeError, rf"\b{name}\b", rf"\b{first}\b", "float32", "bfloat16"):
-                call(**made | {name: made[name].bfloat16()})
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_operands_on_two_devices(fused_mlp, device, function):
-    first, *others = good(function, device)
-    for name in others:
-        made = good(function, device)
-        for call in each(fused_mlp, function):
-            with raises(ValueError, rf"\b{name}\b", rf"\b{first}\b", device.type, "meta"):
-                call(**made | {name: made[name].to("meta")})
+            with raises(error, rf"\b{name}\b", rf"\b{first}\b", *said):
+                call(**made | {name: made[name].to(other)})
 
 
 # Replacements of a good operand of x [3, 8], hidden 12 and out 6, and what the message must say beside its name.

@@ -194,24 +194,21 @@ def test_any_call(fused_mlp, device, implementation, repetition):
         check(fused_mlp, implementation, function, made, draw.choice(ACTIVATIONS), chance=12.0)
 
 
-@pytest.mark.parametrize("approximate", ["tanh", "none"])
+@pytest.mark.parametrize(
+    ("function", "options", "activation"),
+    [
+        ("geglu", {"approximate": "tanh"}, "gelu_pytorch_tanh"),
+        ("geglu", {"approximate": "none"}, "gelu"),
+        ("swiglu", {}, "silu"),
+    ],
+)
 @dtypes
-def test_geglu(fused_mlp, device, implementation, dtype, approximate):
-    gate, up = operands("act_and_mul", dtype=dtype, device=device).values()
+def test_named_products(fused_mlp, device, implementation, dtype, function, options, activation):
+    made = operands("act_and_mul", dtype=dtype, device=device)
     with fused_mlp.backend(implementation if machine.takes(implementation, dtype) else "auto"):
-        result = fused_mlp.geglu(gate, up, approximate=approximate)
-    eager = torch.nn.functional.gelu(gate, approximate=approximate) * up
-    name = {"tanh": "gelu_pytorch_tanh", "none": "gelu"}[approximate]
-    assert_no_worse_than_eager(result, eager, reference.exact("act_and_mul", {"gate": gate, "up": up}, name))
-
-
-@dtypes
-def test_swiglu(fused_mlp, device, implementation, dtype):
-    gate, up = operands("act_and_mul", dtype=dtype, device=device).values()
-    with fused_mlp.backend(implementation if machine.takes(implementation, dtype) else "auto"):
-        result = fused_mlp.swiglu(gate, up)
-    eager = torch.nn.functional.silu(gate) * up
-    assert_no_worse_than_eager(result, eager, reference.exact("act_and_mul", {"gate": gate, "up": up}, "silu"))
+        result = getattr(fused_mlp, function)(*made.values(), **options)
+    eager, exact = (way("act_and_mul", made, activation) for way in (reference.eager, reference.exact))
+    assert_no_worse_than_eager(result, eager, exact)
 
 
 def test_defaults(fused_mlp, device):

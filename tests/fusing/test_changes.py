@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 
 from modules import PROJECTIONS, WRAPPERS, CountingTensor, Gated, Halves, Intermediate, Output, ScaledLinear
-from safety import KINDS, WAYS, assert_close, fuse, x_of
+from safety import KINDS, WAYS, alike, assert_close, fuse, x_of
 
 cases = pytest.mark.parametrize(
     ("kind", "way"),
@@ -222,10 +222,8 @@ def changed_alike(fused_mlp, way, kind, device, change):
     x = x_of(device)
     before = outcomes(model, x)
     assert_close(outcomes(fused, x), before)
-    for module in (model, fused):
-        torch.manual_seed(0)
-        change(module)
-        module.to(device)
+    alike(change, model, fused)
+    model, fused = model.to(device), fused.to(device)
     dtype = next(model.parameters(), x).dtype
     # Behind a norm, a gradient in bfloat16 is what is left of larger terms: eager's own error is up to 0.026.
     x, tolerance = x.to(dtype), 6e-2 if dtype is torch.bfloat16 else 1e-4

@@ -11,11 +11,25 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.models.falcon.modeling_falcon import FalconLinear
+from transformers.pytorch_utils import Conv1D
 
 import machine
 import mixtures
 import reference
-from modules import Decoder, Gated, Halves, Intermediate, OwnBlock, PackedGated, Plain, TanhGelu
+from modules import (
+    Decoder,
+    Gated,
+    Halves,
+    Intermediate,
+    OfFunctions,
+    OwnBlock,
+    OwnLinears,
+    PackedGated,
+    Plain,
+    TanhGelu,
+    TransposedPlain,
+)  # fmt: skip
 from safety import assert_close, fuse, ways, x_of
 
 
@@ -255,6 +269,11 @@ PATCHED = [
     (nn.Dropout, "__call__", DroppingBetween),
     (nn.Identity, "__call__", DroppingBetween),
     (nn.Identity, "forward", Dropping),
+    (F, "silu", OfFunctions),
+    (Conv1D, "forward", TransposedPlain),
+    (FalconLinear, "forward", OwnLinears),  # which stands for torch's
+    (torch, "addmm", TransposedPlain),  # which those layers call
+    (nn.Dropout, "forward", TransposedPlain),
 ]
 
 

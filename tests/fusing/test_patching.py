@@ -13,9 +13,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.activations import NewGELUActivation, QuickGELUActivation
 
-import look_alikes
 from modules import PROJECTIONS, WRAPPERS, CountingTensor, Gated, PackedGated, Plain
-from safety import fuse, ways
+from safety import alike, fuse, ways
 from tiny_models import MODELS, build, outcome
 
 
@@ -183,44 +182,16 @@ def test_what_is_no_module(fused_mlp, what):
         fused_mlp.fuse_mlps(what)
 
 
-# Copies of fused modules.
-
-
-@pytest.mark.parametrize(
-    ("make", "code", "part"),
-    [
-        (lambda: Gated(nn.Mish), "unknown activation", "Mish"),
-        (lambda: Plain(nn.Tanh), "unknown activation", "Tanh"),
-        (lambda: Gated(nn.LeakyReLU), "unknown activation", "LeakyReLU"),
-        (look_alikes.HiddenUsedTwice, "unknown form", ""),
-    ],
-    ids=["mish", "tanh", "leaky", "form"],
-)
-def test_reasons(fused_mlp, device, make, code, part):
-    report = fused_mlp.fuse_mlps(make().to(device))
-    ((reason,),) = (left.reasons for left in report.modules)
-    assert (reason.code, reason.part) == (code, part)
-    assert part in report.modules[0].reason
-
-
-def test_a_forward_of_its_own(fused_mlp, device):
-    module = Gated().to(device)
-    original = module.forward
-    module.forward = lambda x: 2 * original(x)
+@pytest.mark.parametrize("of", ["a function", "another module"])
+def test_a_forward_of_its_own(fused_mlp, device, of):
+    """Also one of another module of the class, which computes with weights of its own."""
+    module, original = Gated().to(device), Gated().to(device).forward
+    module.forward = original if of == "another module" else lambda x: 2 * original(x)
+    x = torch.randn(2, 32, device=device)
+    expected = module(x)
     report = fused_mlp.fuse_mlps(module)
     assert [(reason.code, reason.part) for reason in report.left[0].reasons] == [("own method", "forward")]
-    x = torch.randn(2, 32, device=device)
-    torch.testing.assert_close(module(x), 2 * original(x))
-
-
-def test_the_forward_of_another_module(fused_mlp, device):
-    """It is of the same class, and computes with weights of its own."""
-    module, other = Gated().to(device), Gated().to(device)
-    module.forward = other.forward
-    report = fused_mlp.fuse_mlps(module)
-    assert [(reason.code, reason.part) for reason in report.left[0].reasons] == [("own method", "forward")]
-    x = torch.randn(2, 32, device=device)
-    assert torch.equal(module(x), other(x))
+    assert torch.equal(module(x), expected)
 
 
 # Modules that change after they were fused.
@@ -281,17 +252,6 @@ def test_what_nothing_can_be_fused_of_is_left(fused_mlp, device):
     assert type(plain) is Plain and fused_mlp.explain(plain).implementation == "original"
 
 
-def test_by_keyword_and_with_too_many_arguments(fused_mlp, device):
-    module = Gated().to(device)
-    fused_mlp.fuse_mlps(module)
-    x = torch.randn(2, 32, device=device)
-    torch.testing.assert_close(module(x=x), module(x))
-    with pytest.raises(TypeError):
-        module(x, x)
-    with pytest.raises(TypeError):
-        module(y=x)
-
-
 class WithDropout(Gated):
     def __init__(self, p):
         super().__init__()
@@ -318,10 +278,7 @@ def test_dropout_is_kept_in_training(fused_mlp, device, monkeypatch, least):
     assert fused_mlp.fuse_mlps(module).left[0].extent == "partly"
     x = torch.randn(2, 32, device=device, requires_grad=True)
     for _ in range(2):  # at the second call the activation is known
-        results = []
-        for candidate in (module, plain):
-            torch.manual_seed(0)
-            results.append(candidate.train()(x))
+        results = alike(lambda each: each.train()(x), module, plain)
         torch.testing.assert_close(*results)
         torch.testing.assert_close(*(torch.autograd.grad(each.sum(), x, retain_graph=True) for each in results))
         assert is_recorded_by_an_op(results[0]) == (least == 0 or device.type == "cuda")

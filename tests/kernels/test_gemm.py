@@ -46,6 +46,11 @@ def gemms_of(function: str) -> int:
     return 2 if function.endswith("mlp") else 1
 
 
+def assert_right(result, function, made, activation="silu"):
+    eager = reference.eager(function, made, activation)
+    assert_no_worse_than_eager(result, eager, reference.exact(function, made, activation), roundings=8)
+
+
 def fused_gemms(fused_mlp, function, made, activation) -> int:
     """The number of a call's GEMMs that are fused, as explain says."""
     parts = fused_mlp.explain(getattr(fused_mlp, function), **made, activation=activation).parts
@@ -123,8 +128,7 @@ def test_every_kernel_is_right(fused_mlp, device, architecture):
     for function, made, activation in sanitizer_cases.gemms_of(architecture, fused_mlp):
         with reference.poisoned_memory(device):
             result = getattr(fused_mlp, function)(**made, activation=activation)
-        expected = reference.eager(function, made, activation)
-        assert_no_worse_than_eager(result, expected, reference.exact(function, made, activation), roundings=8)
+        assert_right(result, function, made, activation)
 
 
 @half_dtypes
@@ -140,8 +144,7 @@ def test_blocks_of_k_that_are_read_in_pairs(fused_mlp, device, function, sizes, 
         assert fused_gemms(fused_mlp, function, given, "silu")
         with reference.poisoned_memory(device):
             result = getattr(fused_mlp, function)(**given, activation="silu")
-        expected = reference.eager(function, given, "silu")
-        assert_no_worse_than_eager(result, expected, reference.exact(function, given, "silu"), roundings=8)
+        assert_right(result, function, given)
 
 
 # Exact repetition
@@ -189,8 +192,7 @@ def test_a_row_has_the_same_bits_wherever_it_lies(fused_mlp, device, architectur
         with gemm_kernels.forced(fused_mlp, architecture, kernel), reference.poisoned_memory(device):
             result = getattr(fused_mlp, function)(**made, activation="silu")
         assert torch.equal(result, result[:1].expand_as(result)), gemm_kernels.entries(architecture)[kernel]
-        expected = reference.eager(function, made, "silu")
-        assert_no_worse_than_eager(result, expected, reference.exact(function, made, "silu"), roundings=8)
+        assert_right(result, function, made)
 
 
 # Sizes past 2^31
@@ -267,8 +269,7 @@ def test_graph_of_a_thread_whose_products_were_all_ours(fused_mlp, device, in_a_
 
     with ThreadPoolExecutor(1) as pool:
         result = pool.submit(captured).result()
-    expected = reference.eager("mlp", made, "silu")
-    assert_no_worse_than_eager(result, expected, reference.exact("mlp", made, "silu"), roundings=8)
+    assert_right(result, "mlp", made)
 
 
 @ROWS
@@ -286,8 +287,7 @@ def test_graph_replays_on_new_inputs(fused_mlp, device, function, rows):
             operand.copy_(fresh[name])
         result.fill_(torch.nan)
         graph.replay()
-        expected = reference.eager(function, made, "silu")
-        assert_no_worse_than_eager(result, expected, reference.exact(function, made, "silu"), roundings=8)
+        assert_right(result, function, made)
 
 
 @ROWS
@@ -432,8 +432,7 @@ def test_fallback_is_right_and_explained(fused_mlp, device, function, activation
     assert part.pointwise == ("epilogue" if in_epilogue else "cuda")
     assert str(part) in explanation.reason
     result = getattr(fused_mlp, function)(**made, activation=activation)
-    expected = reference.eager(function, made, activation)
-    assert_no_worse_than_eager(result, expected, reference.exact(function, made, activation), roundings=8)
+    assert_right(result, function, made, activation)
 
 
 @half_dtypes
@@ -489,8 +488,7 @@ def test_in_a_graph_the_faster_gemm_is_taken(fused_mlp, device, architecture, fu
         result = getattr(fused_mlp, function)(**made, activation="gelu")
         assert fused_gemms(fused_mlp, function, made, "gelu") == fused
     graph.replay()
-    expected = reference.eager(function, made, "gelu")
-    assert_no_worse_than_eager(result, expected, reference.exact(function, made, "gelu"), roundings=8)
+    assert_right(result, function, made, "gelu")
 
 
 @pytest.mark.parametrize(
@@ -516,9 +514,8 @@ def test_plain_products_are_fused_for_the_time_of_whoever_is_waited_for(
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         fused_mlp.linear(**made, activation="linear")
         assert (fused_gemms(fused_mlp, "linear", made, "linear") == 1) == captured
-    expected = reference.eager("linear", made, "linear")
     result = fused_mlp.linear(**made, activation="linear")
-    assert_no_worse_than_eager(result, expected, reference.exact("linear", made, "linear"), roundings=8)
+    assert_right(result, "linear", made, "linear")
 
 
 @pytest.mark.parametrize(
@@ -549,6 +546,5 @@ def test_rows_in_parts_of_lines(fused_mlp, device, architecture, function, rows,
         pytest.skip("forced kernels are compared with nothing")
     made = operands(function, (rows,), (n_in, 1024, 0), dtype=torch.bfloat16, device=device)
     assert (fused_gemms(fused_mlp, function, made, "silu") == 1) == fused
-    expected = reference.eager(function, made, "silu")
     result = getattr(fused_mlp, function)(**made, activation="silu")
-    assert_no_worse_than_eager(result, expected, reference.exact(function, made, "silu"), roundings=8)
+    assert_right(result, function, made)

@@ -12,6 +12,7 @@ import torch
 import machine
 import reference
 from reference import FUNCTIONS, operands
+from test_gemm import kernels_of
 
 pytestmark = pytest.mark.skipif(machine.device_type() != "cuda", reason="needs a GPU and a torch with CUDA")
 
@@ -238,27 +239,17 @@ def test_products_past_2_to_the_31(fused_mlp, device, implementation, function, 
     assert result.isfinite().all()
 
 
-def kernels_of(function, made):
-    """Names of the GPU kernels (and copies and fills) of a call."""
-    function(made)
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        function(made)
-        torch.cuda.synchronize()
-    return [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-
-
 @pytest.mark.parametrize("rows", [1, 64, 2048])
 def test_kernels_of_a_forward(fused_mlp, device, implementation, rows):
     """Two GEMMs and what is between them; eager PyTorch has five and one a bias."""
     made = operands("gated_mlp", (rows,), (768, 3072, 768), dtype=torch.bfloat16, device=device, biases=False)
     with fused_mlp.backend(implementation):
-        names = kernels_of(lambda made: call(fused_mlp, "gated_mlp", made), made)
+        names = kernels_of(lambda: call(fused_mlp, "gated_mlp", made))
     print(f"\ngated_mlp, {rows} rows, {implementation}: {len(names)} kernels")
     for name in names:
         print(f"    {name[:110]}")
     assert 1 <= len(names) <= 4
-    assert len(names) < len(kernels_of(lambda made: reference.eager("gated_mlp", made, "silu"), made))
+    assert len(names) < len(kernels_of(lambda: reference.eager("gated_mlp", made, "silu")))
 
 
 @functions

@@ -52,6 +52,18 @@ def caller(fused_mlp, function, activation, memory="activations"):
     return lambda made: getattr(fused_mlp, function)(**made, activation=activation, memory=memory)
 
 
+def expected(function, made, activation="silu"):
+    """The result and gradients of eager PyTorch, and of float64."""
+    wide = leaves({name: tensor.double() for name, tensor in made.items()})
+    eager = step(lambda made: reference.eager(function, made, activation), made)
+    return eager, step(lambda made: reference.exact(function, made, activation), wide)
+
+
+def assert_right(function, made, found):
+    for name, *three in zip(["result", *made], found, *expected(function, made), strict=True):
+        assert_no_worse_than_eager(*three, name, roundings=8)
+
+
 @half_dtypes
 @functions
 @forced
@@ -69,11 +81,9 @@ def test_gradients(fused_mlp, device, function, dtype):
             again = step(caller(fused_mlp, function, activation), made, retain=True)
             recomputed = step(caller(fused_mlp, function, activation, "recompute"), made)
         assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True)), what
-        eager = step(lambda made: reference.eager(function, made, activation), made)  # noqa: B023
-        wide = leaves({name: tensor.double() for name, tensor in made.items()})
-        exact = step(lambda made: reference.exact(function, made, activation), wide)  # noqa: B023
+        of_others = expected(function, made, activation)
         for mine in (found, recomputed):
-            for name, *three in zip(["result", *made], mine, eager, exact, strict=True):
+            for name, *three in zip(["result", *made], mine, *of_others, strict=True):
                 sharing = max(1.0, three[0].numel() / (rows * hidden))  # elements, one hidden value's rounding
                 assert_no_worse_than_eager(*three, f"{what}: {name}", roundings=8, chance=3 * sharing**0.5)
 
@@ -92,11 +102,7 @@ def test_each_kernel(fused_mlp, device, architecture, number):
             found = step(caller(fused_mlp, function, "silu"), made)
         names = kernels_of(lambda: step(caller(fused_mlp, function, "silu"), made))
     assert kernel[1:] in {name[2:] for name in gemm_kernels.named(names, architecture)}
-    eager = step(lambda made: reference.eager(function, made, "silu"), made)
-    wide = leaves({name: tensor.double() for name, tensor in made.items()})
-    exact = step(lambda made: reference.exact(function, made, "silu"), wide)
-    for name, *three in zip(["result", *made], found, eager, exact, strict=True):
-        assert_no_worse_than_eager(*three, name, roundings=8)
+    assert_right(function, made, found)
 
 
 def test_those_that_are_chosen(fused_mlp, device):
@@ -171,11 +177,7 @@ def test_the_gradients_of_two_weights_in_a_batch(fused_mlp, device, sizes, dtype
     call = caller(fused_mlp, "gated_mlp", "silu")
     found = [step(call, made) for _ in range(6)]  # all held, so that each finds memory elsewhere
     assert all(torch.equal(one, other) for again in found for one, other in zip(found[0], again, strict=True))
-    eager = step(lambda made: reference.eager("gated_mlp", made, "silu"), made)
-    wide = leaves({name: tensor.double() for name, tensor in made.items()})
-    exact = step(lambda made: reference.exact("gated_mlp", made, "silu"), wide)
-    for name, *three in zip(["result", *made], found[0], eager, exact, strict=True):
-        assert_no_worse_than_eager(*three, name, roundings=8)
+    assert_right("gated_mlp", made, found[0])
 
 
 @half_dtypes
@@ -192,12 +194,8 @@ def test_what_is_made_again_in_blocks_of_rows(fused_mlp, device, function, by_co
         found = step(call, made)
         again = step(call, made, retain=True)
     assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
-    eager = step(lambda made: reference.eager(function, made, "silu"), made)
-    wide = leaves({name: tensor.double() for name, tensor in made.items()})
-    exact = step(lambda made: reference.exact(function, made, "silu"), wide)
-    for name, *three in zip(["result", *made], found, eager, exact, strict=True):
-        assert_no_worse_than_eager(*three, name, roundings=8)
-        assert name == "result" or three[0].stride() == made[name].stride()
+    assert_right(function, made, found)
+    assert [each.stride() for each in found[1:]] == [tensor.stride() for tensor in made.values()]
     grad, wanted = torch.randn_like(found[0]), list(made.values())
     _, peak = measure.saved_and_peak(lambda: call(made), lambda result: torch.autograd.grad(result, wanted, grad))
     # The matrices of a block; the result and the gradient of x, and where the layout asks for it a copy of that.
@@ -231,8 +229,4 @@ def test_operands_that_no_kernel_takes(fused_mlp, device):
         made["x"] = relay(made["x"])
         made = {name: tensor.detach().requires_grad_() for name, tensor in made.items()}
         found = step(caller(fused_mlp, "gated_mlp", "silu"), made)
-        eager = step(lambda made: reference.eager("gated_mlp", made, "silu"), made)
-        wide = leaves({name: tensor.double() for name, tensor in made.items()})
-        exact = step(lambda made: reference.exact("gated_mlp", made, "silu"), wide)
-        for name, *three in zip(["result", *made], found, eager, exact, strict=True):
-            assert_no_worse_than_eager(*three, name, roundings=8)
+        assert_right("gated_mlp", made, found)

@@ -1,11 +1,10 @@
-"""The Triton backend where it has no GPU: its kernels are interpreted, and it refuses with a reason."""
+"""The Triton backend where it has no GPU: its kernels are interpreted."""
 
 import os
 import subprocess
 import sys
 
 import pytest
-import torch
 
 import machine
 import project
@@ -19,13 +18,6 @@ def test_kernels_in_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-q", *ignore, "tests/kernels/test_triton_kernels.py"]
     run = subprocess.run(command, env=environment, cwd=project.ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
-
-
-@pytest.mark.skipif(machine.device_type() == "cuda", reason="Triton runs here")
-def test_refuses_cpu_tensors(fused_mlp):
-    message = "Triton kernels run on GPUs, but x is on cpu"
-    with fused_mlp.backend("triton"), pytest.raises(ValueError, match=message):
-        fused_mlp.linear(torch.randn(2, 3), torch.randn(4, 3))
 
 
 NOT_INSTALLED = "import sys; sys.modules['triton'] = None"

@@ -16,7 +16,8 @@ import layouts
 import machine
 import reference
 import special_values
-from reference import ACTIVATIONS, FORMULAS, FUNCTIONS, ROUNDINGS, assert_no_worse_than_eager, operands
+import test_functional
+from reference import ACTIVATIONS, FORMULAS, FUNCTIONS, assert_no_worse_than_eager, operands
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = (torch.float32, torch.float16) if INTERPRETED else reference.DTYPES
@@ -59,14 +60,7 @@ def backend(fused_mlp):
 
 
 def check(forced, function, made, activation="gelu_pytorch_tanh"):
-    result = getattr(forced, function)(**made, activation=activation)
-    eager = reference.eager(function, made, activation)
-    exact = reference.exact(function, made, activation)
-    conditioning = reference.conditioning(lambda made: [reference.exact(function, made, activation)], made)
-    assert_no_worse_than_eager(
-        result, eager, exact, function, ROUNDINGS[function], conditioning=lambda: conditioning(0)
-    )
-    assert result.stride() == eager.stride()
+    test_functional.check(forced, "triton", function, made, activation)
 
 
 # Results

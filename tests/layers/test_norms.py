@@ -23,6 +23,7 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from modules import Gated, RMSNorm
 from safety import assert_close, warmed, x_of
+from written import with_forward
 
 LAYER, RMS, RMS_OF_ONE_MORE, SCALE = range(1, 5)
 
@@ -203,22 +204,12 @@ ENDINGS = {
 }
 
 
-@pytest.fixture
-def written(tmp_path):
-    """A class whose forward is a text in a file, as that which is read has to be."""
-
-    def make(body, arguments="self, x"):
-        path = tmp_path / f"norm{len(list(tmp_path.iterdir()))}.py"
-        start = "    dtype = x.dtype\n    x = x.to(torch.float32)\n"
-        path.write_text(f"import torch\n\n\ndef forward({arguments}):\n{start}    {body}\n")
-        names = {}
-        exec(compile(path.read_text(), str(path), "exec"), names)
-        return type("Written", (RMSNorm,), {"forward": names["forward"]})
-
-    return make
+def written(body, arguments="x"):
+    start = "dtype = x.dtype\nx = x.to(torch.float32)\n"
+    return with_forward(RMSNorm, start + body.replace("\n    ", "\n"), arguments)
 
 
-def test_what_is_written_is_read(norms, written):
+def test_what_is_written_is_read(norms):
     """The next tests do not pass because of what they replace."""
     kind = written(f"return (self.weight * x * {ROOT}).to(dtype)")
     assert norms.code_of(kind(32)) == RMS and norms.known[kind].eps == "variance_epsilon"
@@ -239,14 +230,14 @@ def test_a_condition_is_asked_at_each_call(fused_mlp, device, calls):
 
 
 @pytest.mark.parametrize("name", [*NEARLY, *ENDINGS])
-def test_look_alikes(norms, written, name):
+def test_look_alikes(norms, name):
     scale = NEARLY.get(name, ROOT)
     ending = ENDINGS.get(name, "return (self.weight * x * ({scale})).to(dtype)")
     assert norms.code_of(written(ending.format(scale=scale))(32)) is None
 
 
-@pytest.mark.parametrize("arguments", ["self, x, *rest", "self, x, **more"])
-def test_other_arguments(norms, written, arguments):
+@pytest.mark.parametrize("arguments", ["x, *rest", "x, **more"])
+def test_other_arguments(norms, arguments):
     assert norms.code_of(written(f"return (self.weight * x * {ROOT}).to(dtype)", arguments)(32)) is None
 
 
@@ -269,12 +260,8 @@ SCALES = {
 
 
 @pytest.mark.parametrize("body", SCALES)
-def test_scales(norms, tmp_path, body):
-    path = tmp_path / "scale.py"
-    path.write_text(f"def forward(self, x):\n    {body}\n")
-    names = {}
-    exec(compile(path.read_text(), str(path), "exec"), names)
-    module = type("Scale", (nn.Module,), {"forward": names["forward"]})()
+def test_scales(norms, body):
+    module = with_forward(nn.Module, body.replace("\n    ", "\n"))()
     module.gamma, module.beta = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
     assert (norms.code_of(module) == SCALE) == SCALES[body]
 

@@ -89,18 +89,6 @@ def test_decoded_as_bitsandbytes_does(fused_mlp, device, shape, dtype, format, n
     assert found.dequantize(torch.float64).dtype == torch.float64
 
 
-@formats
-def test_every_code(fused_mlp, device, format):
-    """Each of the 16 values in each half of a byte, under a scale of its own."""
-    high, low = (part.flatten() for part in torch.meshgrid(torch.arange(16), torch.arange(16), indexing="ij"))
-    data = (high * 16 + low).to(device, torch.uint8)
-    scales = torch.rand(16, device=device) + 0.5
-    found = fused_mlp.QuantizedWeight(data, scales, (16, 32), format, 32).dequantize()
-    codes = torch.stack((high, low), dim=-1).view(16, 32).to(device)
-    values = bnb.functional.get_4bit_type(format, device=device)[codes]
-    assert torch.equal(found, values * scales[:, None])
-
-
 def test_other_storage(fused_mlp, device):
     weight = bnb.nn.Params4bit(torch.randn(32, 64), quant_storage=torch.bfloat16, quant_type="nf4").to(device)
     found = fused_mlp.QuantizedWeight.from_bitsandbytes(weight)

@@ -16,7 +16,7 @@ from torch import nn
 import machine
 from modules import Gated, PackedGated
 from safety import assert_close
-from test_quantized_int8 import of_bitsandbytes, of_rows, of_torchao, quantized_parts
+from test_quantized_layers import decode_in_products, of_bitsandbytes, of_rows, of_torchao, quantized_parts
 
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes does not load on this machine", exc_type=ImportError)
 fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
@@ -42,12 +42,7 @@ def taken(fused_mlp, monkeypatch):
         wide = (state.CB.float() * state.SCB.view(-1, 1) / 127).to(x.dtype)
         return F.linear(x, wide, bias)
 
-    def multiply(x, weight, scales, block, dtype, activation_scale=None):
-        wide = fp8._dequantize_fp8_weight(weight, scales.float(), block, torch.float32)
-        return (x.float() @ wide.t()).to(dtype)
-
-    monkeypatch.setattr(fp8, "_FINEGRAINED_FP8", fp8.FineGrainedFP8(multiply, None, None))
-    monkeypatch.setenv("TRANSFORMERS_DISABLE_DEEPGEMM_LINEAR", "1")
+    decode_in_products(monkeypatch)
     monkeypatch.setattr(bnb.autograd._functions.MatMul8bitLt, "apply", multiply_int8)
     dispatch, quantized, running = (part_of(fused_mlp, name) for name in ("dispatch", *_MODULES))
     caches = dispatch._quantized_refusal, quantized.known, quantized.known_tensor
@@ -461,14 +456,15 @@ def rounding(layer):
     layer.weight.act_quant_kwargs = object()
 
 
-LEFT_IN_ROWS = (
+LEFT = (
+    *(("nf4", change) for change in LEFT),
     *((format, change) for format in IN_ROWS for change in (of_fewer_scales, of_wide_scales, with_a_call)),
     *(("int8", wide), ("int8", of_other_values), ("int8 of torchao", of_other_values)),
     *(("int8 of torchao", change) for change in (of_own_blocks, scaled_before, rounding)),
 )
 
 
-def compiled_answer(fused_mlp, device, format="nf4"):
+def compiled_answer(fused_mlp, device, format):
     """A quantised layer, and a call of the compiled code that reads it."""
     fused = block(fused_mlp, device, format)
     fused(input_on(device))
@@ -478,40 +474,23 @@ def compiled_answer(fused_mlp, device, format="nf4"):
     return layer, lambda: plain.adapted(forwards.LINEAR, layer, input_on(device), adapted._IDENTITY.function)
 
 
-@pytest.mark.parametrize("change", LEFT, ids=lambda change: change.__name__)
+@pytest.mark.parametrize(("format", "change"), LEFT, ids=lambda each: getattr(each, "__name__", each))
 @torch.no_grad()
-def test_left_to_python(fused_mlp, device, change):
+def test_left_to_python(fused_mlp, device, format, change):
     """Compiled code gives no answer for a layer in such a state."""
-    layer, answer = compiled_answer(fused_mlp, device)
-    assert answer() is not None
-    change(layer)
-    assert answer() is None
-
-
-@pytest.mark.parametrize(("format", "change"), LEFT_IN_ROWS, ids=lambda each: getattr(each, "__name__", each))
-@torch.no_grad()
-def test_rows_are_left_to_python(fused_mlp, device, format, change):
     layer, answer = compiled_answer(fused_mlp, device, format)
     assert answer() is not None
     change(layer)
     assert answer() is None
 
 
-@pytest.mark.parametrize(("format", "name"), [("nf4", "matmul_4bit"), ("int8", "matmul")])
+@pytest.mark.parametrize(("format", "name"), [("nf4", "matmul_4bit"), ("int8", "matmul"), ("int8 of torchao", None)])
 @torch.no_grad()
-def test_patched_classes_are_left(fused_mlp, device, monkeypatch, format, name):
-    _, answer = compiled_answer(fused_mlp, device, format)
+def test_patched_products_are_left(fused_mlp, device, monkeypatch, format, name):
+    layer, answer = compiled_answer(fused_mlp, device, format)
     assert answer() is not None
-    monkeypatch.setattr(bnb, name, lambda *given, **named: None)
-    assert answer() is None
-
-
-@torch.no_grad()
-def test_patched_tensors_are_left(fused_mlp, device, monkeypatch):
-    layer, answer = compiled_answer(fused_mlp, device, "int8 of torchao")
-    assert answer() is not None
-    products = type(layer.weight)._TORCH_FN_TABLE[type(layer.weight)]
-    monkeypatch.setitem(products, F.linear, lambda *given: None)
+    products = vars(bnb) if name else type(layer.weight)._TORCH_FN_TABLE[type(layer.weight)]
+    monkeypatch.setitem(products, name or F.linear, lambda *given, **named: None)
     assert answer() is None
 
 

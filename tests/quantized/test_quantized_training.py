@@ -16,7 +16,7 @@ from torch import nn
 
 from safety import alike, assert_close
 from safety import run_with_gradients as run
-from test_quantized_int8 import (
+from test_quantized_layers import (
     KINDS,
     MLPS,
     MODELS,
@@ -78,8 +78,8 @@ def plain(model):
     return model
 
 
-def trained(device, kind, name="Llama", adapted=False, **options):
-    model, inputs = build(device, kind, name)
+def trained(fused_mlp, device, kind, name="Llama", adapted=False, **options):
+    model, inputs = build(fused_mlp, device, kind, name)
     run(model, inputs)  # the first call of bitsandbytes' layers moves their scales
     if adapted:
         model.is_loaded_in_8bit = kind == "bitsandbytes"  # by which PEFT chooses its layers
@@ -91,7 +91,7 @@ def trained(device, kind, name="Llama", adapted=False, **options):
 
 
 def pair(fused_mlp, *rest, **options):
-    model, inputs = trained(*rest, **options)
+    model, inputs = trained(fused_mlp, *rest, **options)
     fused = copy.deepcopy(model)
     for each in (model, fused):  # hooks do not outlive copies
         each.get_input_embeddings().requires_grad_(True)
@@ -160,7 +160,7 @@ def test_a_trained_bias_is_left(fused_mlp, device, ops, kind):
 
 def test_layers_that_round_x_are_left(fused_mlp, device, ops):
     """torchao's products of int8 and FP8 that round x, whose gradient is none of the decoded weight, or none."""
-    model, _ = build(device, "torchao int8")
+    model, _ = build(fused_mlp, device, "torchao int8")
     layer = nn.Linear(64, 256, device=device, dtype=model.dtype)
     forwards = importlib.import_module(f"{fused_mlp.__name__}.models.running.forwards")
     parts = importlib.import_module(f"{fused_mlp.__name__}.models.parts.quantized")

@@ -35,7 +35,7 @@ from block_layers import (
     Summed,
 )  # fmt: skip
 from modules import Gated, Halves, RMSNorm
-from safety import assert_close, warmed, x_of
+from safety import alike, assert_close, warmed, x_of
 from test_block_ops import LAYER, NONE, RMS, SCALE
 from test_coverage import built, inputs_of, largest_error
 
@@ -244,29 +244,82 @@ def hook(part):
     part.register_forward_hook(lambda part, args, output: 2 * output)
 
 
-# Changes to the module that is the MLP.
-MLP_CHANGES = {
-    "a hook": lambda module: hook(module.mlp),
-    "a hook of a part": lambda module: hook(module.mlp.fc2),
-    "a hook of the dropout": lambda module: hook(module.dropout),
-    "an overridden forward": lambda module: setattr(module.mlp, "forward", lambda x: 2 * x),
-    "another module": lambda module: setattr(module, "mlp", nn.Linear(32, 32).to(module.norm.weight)),
-    "another activation": lambda module: setattr(module.mlp, "activation_fn", nn.Tanh()),
-    "a gated one": lambda module: setattr(module, "mlp", Gated().to(module.norm.weight)),
+def setting(name, make):
+    """A change that gives a module an attribute, made where the module is."""
+
+    def change(module, patch):
+        with next(module.parameters()).device:
+            setattr(module, name, make())
+
+    return change
+
+
+def own_scale(make):
+    return setting("scale", lambda: nn.Parameter(make()))
+
+
+def patched_scale(name, value):
+    return lambda module, patch: patch.setattr(LayerScale, name, value, raising=False)
+
+
+# Changes to other parts of a fused module, by its kind, and the call of the block's op that there is still, if any.
+PART_CHANGES = {
+    (Around, "a hook"): (lambda module, _: hook(module.mlp), None),
+    (Around, "a hook of a part"): (lambda module, _: hook(module.mlp.fc2), None),
+    (Around, "a hook of the dropout"): (lambda module, _: hook(module.dropout), None),
+    (Around, "an overridden forward"): (lambda module, _: setattr(module.mlp, "forward", lambda x: 2 * x), None),
+    (Around, "another module"): (setting("mlp", lambda: nn.Linear(32, 32)), None),
+    (Around, "another activation"): (lambda module, _: setattr(module.mlp, "activation_fn", nn.Tanh()), None),
+    (Around, "a gated one"): (setting("mlp", Gated), None),
+    (Multiplied, "another factor"): (setting("residual_multiplier", lambda: 0.7), (0.7, RMS, NONE, False)),
+    (Multiplied, "no float"): (setting("residual_multiplier", lambda: 2), None),
+    (Multiplied, "a tensor"): (setting("residual_multiplier", lambda: torch.tensor(0.3)), None),
+    (Multiplied, "a tensor of features"): (
+        setting("residual_multiplier", lambda: torch.arange(32.0)),
+        (1.0, RMS, SCALE, False),
+    ),
+    (Scaling, "another parameter"): (
+        lambda module, _: setattr(module.scale, "lambda1", nn.Parameter(3 * module.scale.lambda1)),
+        KINDS[Scaling],
+    ),
+    (Scaling, "a hook"): (lambda module, _: hook(module.scale), None),
+    (Scaling, "an overridden forward"): (lambda module, _: setattr(module.scale, "forward", lambda x: 2 * x), None),
+    (Scaling, "a patched class"): (patched_scale("forward", lambda self, x: 2 * x), None),
+    (Scaling, "an attribute of the class"): (patched_scale("lambda1", 3.0), None),
+    (Scaling, "one value"): (
+        lambda module, _: setattr(module.scale, "lambda1", nn.Parameter(module.scale.lambda1[:1])),
+        KINDS[Scaling],  # raises
+    ),
+    (OwnScale, "one for all"): (own_scale(lambda: torch.randn(1)), None),
+    (OwnScale, "a number"): (own_scale(lambda: torch.randn(())), None),
+    (OwnScale, "for each row too"): (own_scale(lambda: torch.randn(7, 32)), None),
+    (OwnScale, "another dtype"): (own_scale(lambda: torch.randn(32, dtype=torch.float64)), None),
+    (OwnScale, "strided"): (own_scale(lambda: torch.randn(64)[::2]), KINDS[OwnScale]),
+    (OwnScale, "of ones"): (own_scale(lambda: torch.ones(32)), KINDS[OwnScale]),
 }
 
 
-@pytest.mark.parametrize("change", MLP_CHANGES)
-def test_changes_of_the_mlp_are_seen(fused_mlp, device, blocks, change):
-    module, fused = fused_pair(fused_mlp, device, Around)
-    for each in (module, fused):
-        torch.manual_seed(0)
-        MLP_CHANGES[change](each)
+@pytest.mark.parametrize(("kind", "change"), PART_CHANGES, ids=lambda value: getattr(value, "__name__", value))
+def test_changes_of_parts_are_seen(fused_mlp, device, monkeypatch, blocks, kind, change):
+    alter, call = PART_CHANGES[kind, change]
+    xs = x_of(device)[:, :7], x_of(device)[:, :7]
+
+    def changed(module):
+        with monkeypatch.context() as patch, torch.no_grad():
+            alter(module, patch)
+            return [module(x) for x in xs]
+
+    module, fused = fused_pair(fused_mlp, device, kind)
     blocks.clear()
-    with torch.no_grad():
-        for x in (x_of(device), x_of(device)):
-            assert_close(fused(x), module(x))
-    assert not blocks
+    assert_close(*alike(changed, fused, module))
+    assert blocks == ([] if call is None else [call] * 2)
+
+
+def test_no_factor(fused_mlp, device):
+    for each in fused_pair(fused_mlp, device, Multiplied):
+        each.residual_multiplier = None
+        with pytest.raises(TypeError):
+            each(x_of(device))
 
 
 def patched_later(module):
@@ -300,15 +353,9 @@ def test_changes_of_a_sequence_are_seen(fused_mlp, device, blocks, change):
         blocks.clear()
         assert_close(fused(x), module(x))
         assert len(blocks) == 1
-        for each in (module, fused):
-            torch.manual_seed(0)
-            SEQUENCE_CHANGES[change](each)
+        alike(SEQUENCE_CHANGES[change], module, fused)
         blocks.clear()
-        outcomes = []
-        for each in (module, fused):
-            torch.manual_seed(0)
-            outcomes.append(each(x))
-    assert_close(*outcomes)
+        assert_close(*alike(lambda each: each(x), module, fused))
     assert not blocks
 
 
@@ -376,84 +423,8 @@ def test_dropout_that_is_active_is_applied(fused_mlp, device, blocks, kind, part
     blocks.clear()
     with torch.no_grad():
         x = x_of(device)
-        torch.manual_seed(0)
-        expected = module(x)
-        torch.manual_seed(0)
-        assert_close(fused(x), expected)
+        assert_close(*alike(lambda each: each(x), fused, module))
     assert not blocks
-
-
-# Changes to a factor, and to a scale.
-FACTORS = {
-    "another": (0.7, (0.7, RMS, NONE, False)),
-    "no float": (2, None),
-    "a tensor": (torch.tensor(0.3), None),
-    "a tensor of features": (torch.arange(32.0), (1.0, RMS, SCALE, False)),
-}
-
-
-@pytest.mark.parametrize("factor", FACTORS)
-def test_another_factor(fused_mlp, device, blocks, factor):
-    module, fused = fused_pair(fused_mlp, device, Multiplied)
-    x, (value, call) = x_of(device), FACTORS[factor]
-    blocks.clear()
-    for each in (module, fused):
-        each.residual_multiplier = value.to(device) if isinstance(value, torch.Tensor) else value
-    with torch.no_grad():
-        assert_close(fused(x), module(x))
-    assert blocks == ([call] if call else [])
-    for each in (module, fused):
-        each.residual_multiplier = None
-        with pytest.raises(TypeError):
-            each(x)
-
-
-OWN_SCALES = {
-    "one for all": (lambda: torch.randn(1), False),
-    "a number": (lambda: torch.randn(()), False),
-    "for each row too": (lambda: torch.randn(7, 32), False),
-    "another dtype": (lambda: torch.randn(32, dtype=torch.float64), False),
-    "strided": (lambda: torch.randn(64)[::2], True),
-    "of ones": (lambda: torch.ones(32), True),
-}
-
-
-@pytest.mark.parametrize("name", OWN_SCALES)
-def test_another_scale_of_its_own(fused_mlp, device, blocks, name):
-    module, fused = fused_pair(fused_mlp, device, OwnScale)
-    make, is_one = OWN_SCALES[name]
-    scale = nn.Parameter(make().to(device))
-    module.scale = fused.scale = scale
-    blocks.clear()
-    x = x_of(device)[:, :7]
-    with torch.no_grad():
-        got, expected = fused(x), module(x)
-    assert_close(got, expected)
-    assert got.dtype == expected.dtype
-    assert blocks == ([KINDS[OwnScale]] if is_one else [])
-
-
-SCALES = {
-    "another parameter": (lambda scale, patch: setattr(scale, "lambda1", nn.Parameter(3 * scale.lambda1)), True),
-    "a hook": (lambda scale, patch: hook(scale), False),
-    "an overridden forward": (lambda scale, patch: setattr(scale, "forward", lambda x: 2 * x), False),
-    "a patched class": (lambda scale, patch: patch.setattr(LayerScale, "forward", lambda self, x: 2 * x), False),
-    "an attribute of the class": (lambda scale, patch: patch.setattr(LayerScale, "lambda1", 3.0, raising=False), False),
-    "one value": (lambda scale, patch: setattr(scale, "lambda1", nn.Parameter(scale.lambda1[:1])), True),  # raises
-}
-
-
-@pytest.mark.parametrize("change", SCALES)
-def test_changes_of_a_scale_are_seen(fused_mlp, device, monkeypatch, blocks, change):
-    module, fused = fused_pair(fused_mlp, device, Scaling)
-    x, (alter, is_one), outcomes = x_of(device), SCALES[change], []
-    blocks.clear()
-    for each in (module, fused):
-        with monkeypatch.context() as patch, torch.no_grad():
-            alter(each.scale, patch)
-            outcomes.append(each(x))
-    assert_close(*outcomes)
-    assert len(blocks) == is_one
 
 
 class Given(Halves):

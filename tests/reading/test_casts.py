@@ -81,49 +81,41 @@ KINDS = {
 }
 
 
-@pytest.fixture
-def calls(tell_ops, dispatched):
-    """The names of the ops that the short way calls."""
-    taken = []
-    tell_ops(lambda name, _: taken.append(name))
-    return taken
-
-
 def fused_pair(fused_mlp, device, kind, dtype=torch.bfloat16):
     torch.manual_seed(0)
     return warmed(fused_mlp, KINDS[kind][0]().to(device, dtype).eval(), x_of(device).to(dtype), extent="full")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_to_cast(fused_mlp, device, calls, kind):
+def test_nothing_to_cast(fused_mlp, device, called_ops, kind):
     module, fused = fused_pair(fused_mlp, device, kind)
-    calls.clear()
+    called_ops.clear()
     x = x_of(device).bfloat16()
     with torch.no_grad():
         assert_close(fused(x), module(x), tolerance=4e-2)
-    assert calls == [KINDS[kind][1]]
+    assert called_ops == [KINDS[kind][1]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_weight_of_another_dtype(fused_mlp, device, calls, kind):
+def test_a_weight_of_another_dtype(fused_mlp, device, called_ops, kind):
     """The first half alone is fused; the report says what is cast, of a model that is fused like that."""
     module, fused = fused_pair(fused_mlp, device, kind)
     for each in (module, fused):
         last_of(each).float()
-    calls.clear()
+    called_ops.clear()
     x = x_of(device).bfloat16()
     with torch.no_grad():
         got, expected = fused(x), module(x)
     assert got.dtype == expected.dtype == torch.float32
     assert_close(got, expected, tolerance=2e-2)
-    assert calls == [KINDS[kind][2]]
+    assert called_ops == [KINDS[kind][2]]
     (outcome,) = fused_mlp.fuse_mlps(copy.deepcopy(module)).left
     assert outcome.extent == "partly" and "cast" in outcome.reasons[0].part
 
 
 @pytest.mark.parametrize("kind", ["plain", "gated"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast(fused_mlp, device, calls, kind, dtype):
+def test_autocast(fused_mlp, device, called_ops, kind, dtype):
     """There hidden values have a dtype that neither x nor the weights have."""
     module, fused = fused_pair(fused_mlp, device, kind, dtype)
     other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16

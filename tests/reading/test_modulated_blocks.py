@@ -1,6 +1,7 @@
 """Blocks of diffusion transformers: a norm that is modulated, an MLP that runs its parts in turn, and a gate."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -72,10 +73,11 @@ class AlwaysCounting(AskingItself):
 class Modulated(nn.Module):
     """Stable Diffusion 3's."""
 
+    norm_of = functools.partial(nn.LayerNorm, 32, elementwise_affine=False, eps=1e-6)
+
     def __init__(self, activation="gelu-approximate"):
         super().__init__()
-        self.norm = nn.LayerNorm(32, elementwise_affine=False, eps=1e-6)
-        self.ff, self.chunk_size = feed_forward(activation), None
+        self.norm, self.ff, self.chunk_size = self.norm_of(), feed_forward(activation), None
 
     def forward(self, x, shift, scale, gate):
         normed = self.norm(x)
@@ -100,9 +102,7 @@ class InOneExpression(Modulated):
 class OnlyScaled(Modulated):
     """Lumina's, of RMSNorm."""
 
-    def __init__(self, activation="gelu-approximate"):
-        super().__init__(activation)
-        self.norm = nn.RMSNorm(32, elementwise_affine=False, eps=1e-5)
+    norm_of = functools.partial(nn.RMSNorm, 32, elementwise_affine=False, eps=1e-5)
 
     def forward(self, x, shift, scale, gate):
         values = self.ff(self.norm(x) * (1 + scale.unsqueeze(1)))
@@ -164,9 +164,7 @@ class ManyWays(Modulated):
 class InFloat32(Modulated):
     """Wan's: modulation and sum in float32, cast to the dtype of x."""
 
-    def __init__(self, activation="gelu-approximate"):
-        super().__init__(activation)
-        self.norm = FP32LayerNorm(32, 1e-6, elementwise_affine=False)
+    norm_of = functools.partial(FP32LayerNorm, 32, 1e-6, elementwise_affine=False)
 
     def forward(self, x, shift, scale, gate):
         shift, scale, gate = torch.stack((shift, scale, gate), dim=1).float().chunk(3, dim=1)

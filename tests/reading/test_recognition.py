@@ -127,7 +127,7 @@ class Slope(nn.Module):
 
 UNKNOWN = [
     *map(module_of, OTHERS),
-    *(StarReLU, EfficientSwish, Slope, nn.PReLU, nn.Tanh, nn.Mish, lambda: F.mish, lambda: slanted),
+    *(StarReLU, EfficientSwish, Slope, nn.PReLU, nn.LeakyReLU, nn.Tanh, nn.Mish, lambda: F.mish, lambda: slanted),
 ]
 
 

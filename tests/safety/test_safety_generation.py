@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from safety import Blocks, assert_close, llama, pair, ways
+from safety import Blocks, alike, assert_close, llama, pair, ways
 
 CACHES = {
     "dynamic cache": {},
@@ -22,10 +22,8 @@ def test_generation(fused_mlp, device, way, options):
         options = options | {"cache_implementation": "dynamic"}  # offloading is from a GPU
     model, ids = llama(device)
     model, fused = pair(fused_mlp, way, model)
-    tokens = []
-    for candidate in (fused, model):
-        torch.manual_seed(0)
-        tokens.append(candidate.generate(ids, max_new_tokens=12, **{"do_sample": False} | options))
+    options = {"do_sample": False} | options
+    tokens = alike(lambda each: each.generate(ids, max_new_tokens=12, **options), fused, model)
     assert tokens[1].shape == (2, 21)
     assert torch.equal(*tokens)
 

@@ -140,18 +140,6 @@ CHILDREN = {
 }
 
 
-@ways
-@pytest.mark.parametrize("change", CHILDREN)
-def test_a_child_is_swapped(fused_mlp, device, way, change):
-    model, fused = pair(fused_mlp, way, Gated(bias=True).to(device))
-    x = x_of(device)
-    before = model(x).detach()
-    alike(CHILDREN[change], model, fused)
-    model, fused = model.to(device), fused.to(device)
-    assert not torch.allclose(model(x), before, atol=1e-3)
-    assert_same(model, fused, x)
-
-
 def test_a_wider_result_of_one_projection(fused_mlp, device):
     """The result of a wrapped projection may be of another dtype: products promote it."""
 
@@ -179,15 +167,19 @@ PATCHES = {
 }
 
 
+CHILDREN.update({name: lambda module, patch=patch: patch(module.act_fn) for name, patch in PATCHES.items()})
+
+
 @ways
-@pytest.mark.parametrize("patch", PATCHES)
+@pytest.mark.parametrize("change", CHILDREN)
 @pytest.mark.parametrize("act", [nn.SiLU, activations.SiLUActivation])
-def test_an_activation_with_another_forward(fused_mlp, device, way, act, patch):
-    """Also one of a class that kernelize may give a kernel's forward."""
-    model, fused = pair(fused_mlp, way, Gated(act).to(device))
+def test_a_child_is_changed(fused_mlp, device, way, change, act):
+    """Also where the activation is of a class that kernelize may give a kernel's forward."""
+    model, fused = pair(fused_mlp, way, Gated(act, bias=True).to(device))
     x = x_of(device)
     before = model(x).detach()
-    alike(lambda module: PATCHES[patch](module.act_fn), model, fused)
+    alike(CHILDREN[change], model, fused)
+    model, fused = model.to(device), fused.to(device)
     assert not torch.allclose(model(x), before, atol=1e-3)
     assert_same(model, fused, x)
 

@@ -196,20 +196,13 @@ def test_gradient_checkpointing(fused_mlp, device, way, use_reentrant):
 
 
 @ways
-def test_what_autograd_saves_is_moved(fused_mlp, device, way):
+@pytest.mark.parametrize("watching", [torch.autograd.graph.save_on_cpu, torch.autograd.detect_anomaly])
+def test_what_watches_autograd(fused_mlp, device, way, watching):
+    """What is saved is moved, and what is computed is looked at."""
     model, fused = pair(fused_mlp, way, Blocks().to(device))
     x = x_of(device)
     expected = outcome(model, x)
-    with torch.autograd.graph.save_on_cpu():
-        assert_close(outcome(fused, x), expected)
-
-
-@ways
-def test_anomaly_detection(fused_mlp, device, way):
-    model, fused = pair(fused_mlp, way, Blocks().to(device))
-    x = x_of(device)
-    expected = outcome(model, x)
-    with torch.autograd.detect_anomaly(check_nan=True):
+    with watching():
         assert_close(outcome(fused, x), expected)
 
 

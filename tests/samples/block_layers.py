@@ -54,11 +54,7 @@ class Decoding(nn.Module):
         nn.init.normal_(self.norm.weight)
 
     def forward(self, hidden_states, *, scale=1.0):
-        residual = hidden_states
-        hidden_states = self.norm(hidden_states)
-        hidden_states = self.mlp(hidden_states)
-        hidden_states = residual + hidden_states
-        return hidden_states
+        return hidden_states + self.mlp(self.norm(hidden_states))
 
 
 class PackedDecoding(Around):
@@ -100,12 +96,7 @@ class Sandwich(nn.Module):
         nn.init.normal_(self.norm.weight)
 
     def forward(self, hidden_states):
-        residual = hidden_states
-        hidden_states = self.before(hidden_states)
-        hidden_states = self.mlp(hidden_states)
-        hidden_states = self.norm(hidden_states)
-        hidden_states = residual + hidden_states
-        return hidden_states
+        return hidden_states + self.norm(self.mlp(self.before(hidden_states)))
 
 
 class LayerScale(nn.Module):

@@ -110,11 +110,7 @@ def outcome(model, *args, **kwargs):
 
 def assert_same(model, fused, *args, tolerance=1e-4, **kwargs):
     """Both have the same outcome; the state of the random numbers is the same for both."""
-    outcomes = []
-    for candidate in (fused, model):
-        torch.manual_seed(0)
-        outcomes.append(outcome(candidate, *args, **kwargs))
-    assert_close(*outcomes, tolerance)
+    assert_close(*alike(lambda each: outcome(each, *args, **kwargs), fused, model), tolerance)
 
 
 def assert_close(got, expected, tolerance=1e-4):

@@ -114,6 +114,14 @@ def dispatched():
 
 
 @pytest.fixture
+def called_ops(tell_ops, dispatched):
+    """The names of the ops that the short way calls."""
+    names = []
+    tell_ops(lambda name, _: names.append(name))
+    return names
+
+
+@pytest.fixture
 def blocks(tell_ops, dispatched):
     """The calls of a block's op: the factor, the norm of the input, the other norm, and whether that is of the sum."""
     taken = []

@@ -1,6 +1,6 @@
 """Execution of a call: which parts run as one op, and autograd around the others.
 
-The functions are those of ``functional``, but take a row of the table of activations instead of its name. A call is one
+The functions are those of ``functional``, but take the code of an activation instead of its name. A call is one
 op of one backend unless something has to see its parts; under autograd it is an op of ``training``. If something has to
 see the parts (autocast with operands to cast, a tensor subclass with its own behaviour, an export, a ``torch.func``
 transform), torch runs the GEMMs and at most the pointwise part is fused: ``composition_reason`` and
@@ -45,38 +45,6 @@ def act_and_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         dtype = torch.promote_types(gate.dtype, up.dtype)  # as a product promotes under autocast
         gate, up = gate.to(dtype), up.to(dtype)
     return _act_and_mul(gate, up, activation.code)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Optional[Tensor], activation: Activation) -> Tensor:
-    return _computed("linear", (x, weight, bias), activation.code)
-
-
-def gated_linear(
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
-    gate_bias: Optional[Tensor],
-    up_bias: Optional[Tensor],
-    activation: Activation,
-    memory: str = training.KEPT,
-) -> Tensor:
-    given = (x, gate_weight, up_weight, gate_bias, up_bias)
-    return _computed("gated_linear", given, activation.code, memory)
-
-
-def gated_mlp(
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
-    down_weight: Tensor,
-    gate_bias: Optional[Tensor],
-    up_bias: Optional[Tensor],
-    down_bias: Optional[Tensor],
-    activation: Activation,
-    memory: str = training.KEPT,
-) -> Tensor:
-    given = (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
-    return _computed("gated_mlp", given, activation.code, memory)
 
 
 def in_one_op(
@@ -131,19 +99,6 @@ def _unpacked(given: Operands, up_first: bool) -> Tuple[str, Operands]:
 
 def _op_or_none(op: Callable[..., Tensor], *given: Any) -> Optional[Tensor]:
     return dispatch.op_or_parts(op, given, lambda: None)
-
-
-def mlp(
-    x: Tensor,
-    fc1_weight: Tensor,
-    fc2_weight: Tensor,
-    fc1_bias: Optional[Tensor],
-    fc2_bias: Optional[Tensor],
-    activation: Activation,
-    memory: str = training.KEPT,
-) -> Tensor:
-    given = (x, fc1_weight, fc2_weight, fc1_bias, fc2_bias)
-    return _computed("mlp", given, activation.code, memory)
 
 
 def experts_mlp(
@@ -264,7 +219,7 @@ def _experts_backend(given: Sequence[Optional[Tensor]], form: experts.Form) -> O
     chosen = dispatch.select("experts_mlp", x)
     stored = (gate_up_weight, down_weight, form.interleaved, form.transposed)
     if chosen is native and native.experts_refusal(native.ExpertsCall(x, top_k_index, *stored)) is not None:
-        chosen = dispatch.instead_of_native("experts_mlp", x, top_k_index.numel() / gate_up_weight.shape[0])
+        chosen = dispatch.instead_of_native(x, top_k_index.numel() / gate_up_weight.shape[0])
     return chosen
 
 
@@ -348,8 +303,11 @@ _plain = native.plain_modules  # None if this build has no compiled ops
 _CALLED_DIRECTLY = {"linear": False, "gated_linear": True, "mlp": False, "gated_mlp": True}
 
 
-def _computed(op: str, given: Operands, activation: int, memory: str = training.KEPT) -> Tensor:
-    """Return the result of one op of a backend, or of the composed parts if they are faster or have to be seen."""
+def computed(op: str, given: Operands, activation: int, memory: str = training.KEPT) -> Tensor:
+    """Return the result of a function of ``functional``, given its name.
+
+    It is one op of a backend, or the composed parts if they are faster or have to be seen.
+    """
     recorded = is_plainly_recorded(op, given)
     is_left = bool(recorded) and training.is_left_to_parts(op, given, activation, memory)
     if recorded is not None and not is_left:

@@ -79,7 +79,7 @@ def linear(
     """
     row = get_activation(activation)
     if adapter is None and not quantized.is_any(weight):
-        return calls.linear(x, weight, bias, row)
+        return calls.computed("linear", (x, weight, bias), row.code)
     operands.check_linear(x, *quantized.stand_ins(x, weight=weight), bias)
     adapters.check_any(x, adapter=(adapter, weight))
     return adapters.run(x, Layers(Layer(weight, bias, adapter)), row.code)
@@ -116,7 +116,8 @@ def gated_linear(
     row = get_activation(activation)
     training.check_memory(memory)
     if gate_adapter is None and up_adapter is None and not quantized.is_any(gate_weight, up_weight):
-        return calls.gated_linear(x, gate_weight, up_weight, gate_bias, up_bias, row, memory)
+        given = (x, gate_weight, up_weight, gate_bias, up_bias)
+        return calls.computed("gated_linear", given, row.code, memory)
     weights = quantized.stand_ins(x, gate_weight=gate_weight, up_weight=up_weight)
     operands.check_gated_linear(x, *weights, gate_bias, up_bias)
     adapters.check_any(x, gate_adapter=(gate_adapter, gate_weight), up_adapter=(up_adapter, up_weight))
@@ -168,7 +169,8 @@ def gated_mlp(
         )
         gate, up = Layer(gate_weight, gate_bias, gate_adapter), Layer(up_weight, up_bias, up_adapter)
         return adapters.run(x, Layers(gate, up, Layer(down_weight, down_bias, down_adapter)), row.code, memory)
-    return calls.gated_mlp(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, row, memory)
+    given = (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
+    return calls.computed("gated_mlp", given, row.code, memory)
 
 
 def mlp(
@@ -201,7 +203,7 @@ def mlp(
     row = get_activation(activation)
     training.check_memory(memory)
     if fc1_adapter is None and fc2_adapter is None and not quantized.is_any(fc1_weight, fc2_weight):
-        return calls.mlp(x, fc1_weight, fc2_weight, fc1_bias, fc2_bias, row, memory)
+        return calls.computed("mlp", (x, fc1_weight, fc2_weight, fc1_bias, fc2_bias), row.code, memory)
     weights = quantized.stand_ins(x, fc1_weight=fc1_weight, fc2_weight=fc2_weight)
     operands.check_mlp(x, *weights, fc1_bias, fc2_bias)
     adapters.check_any(x, fc1_adapter=(fc1_adapter, fc1_weight), fc2_adapter=(fc2_adapter, fc2_weight))

@@ -4,7 +4,7 @@
 #include <cuda_fp8.h>
 
 #include "../../vector.cuh"
-#include "decode_stack.h"
+#include "grouped.h"
 
 namespace fused_mlp::stacks {
 

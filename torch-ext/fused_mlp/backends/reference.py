@@ -81,8 +81,9 @@ def mlp(
     fc1_bias: Optional[Tensor],
     fc2_bias: Optional[Tensor],
     activation: int,
+    first: Callable[..., Tensor] = linear,
 ) -> Tensor:
-    return F.linear(linear(x, fc1_weight, fc1_bias, activation), fc2_weight, fc2_bias)
+    return F.linear(first(x, fc1_weight, fc1_bias, activation), fc2_weight, fc2_bias)
 
 
 def experts_mlp(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..models import fuse
 from ..models.methods import switching
 from ..models.reading.attributes import modules_of, parameters_of
-from ..models.report import FusionReport, lines, summary
+from ..models.report import FusionReport, in_html, lines, summary
 from . import machine, timing
 
 _ROUNDS = 15
@@ -59,9 +59,8 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         """Return the table as HTML, for notebooks."""
-        rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in self._rows())
-        table = "".join(f"<tr>{row}</tr>" for row in rows)
-        return f"<p>{_in_html(self._head())}</p><table>{table}</table><p>{_in_html(self._conclusions())}</p>"
+        head, conclusions = ("<br>".join(map(escape, each)) for each in (self._head(), self._conclusions()))
+        return f"<p>{head}</p>{in_html(self._rows())}<p>{conclusions}</p>"
 
     def _head(self) -> List[str]:
         return [self.model, self.machine, summary(self.fusion.modules)]
@@ -220,7 +219,3 @@ def _peak_bytes(call: Callable[[], Any], outputs: List[Tensor]) -> Optional[int]
     before = torch.cuda.memory_allocated(device)
     call()
     return torch.cuda.max_memory_allocated(device) - before
-
-
-def _in_html(sentences: List[str]) -> str:
-    return "<br>".join(map(escape, sentences))

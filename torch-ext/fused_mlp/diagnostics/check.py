@@ -16,7 +16,7 @@ from .. import dispatch, functional
 from ..activations import get_activation
 from ..autograd import training
 from ..backends import VERSION, native, plans
-from ..models.report import lines
+from ..models.report import in_html, lines
 from . import machine
 from .explanation import Explanation, explain
 
@@ -48,11 +48,9 @@ class Check:
 
     def _repr_html_(self) -> str:
         """Return the table as HTML, for notebooks."""
-        rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in self._rows())
-        table = "".join(f"<tr>{row}</tr>" for row in rows)
         head = "<br>".join(map(escape, self._head()))
         advice = "".join(f"<li>{escape(each)}</li>" for each in self.advice)
-        return f"<p>{head}</p><p>{escape(_CAPTION)}</p><table>{table}</table><p>To try:</p><ul>{advice}</ul>"
+        return f"<p>{head}</p><p>{escape(_CAPTION)}</p>{in_html(self._rows())}<p>To try:</p><ul>{advice}</ul>"
 
     def _head(self) -> List[str]:
         return [

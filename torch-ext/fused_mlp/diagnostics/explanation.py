@@ -192,7 +192,7 @@ def _explain_experts(
     parts = native.plan_experts(native.ExpertsCall(*stored))
     if x.is_cuda and not any(part.fused for part in parts):
         rows = top_k_index.numel() / gate_up_weight.shape[0]
-        if dispatch.instead_of_native("experts_mlp", x, rows) is not None:
+        if dispatch.instead_of_native(x, rows) is not None:
             return Explanation("experts_mlp", "triton", f"not {name}: {plans.REFUSALS[parts[0].refusal]}")
     return Explanation("experts_mlp", name, f"{reason}; {plans.in_words(parts)}", parts)
 

@@ -6,7 +6,7 @@ import html
 import textwrap
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import chain, repeat, zip_longest
 from typing import Callable, Dict, Iterator, List, Sequence, Tuple
 
 from torch import nn
@@ -101,9 +101,7 @@ class FusionReport:
 
     def _repr_html_(self) -> str:
         """Return the table as HTML, for notebooks."""
-        rows = (f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in self._rows())
-        head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
-        return f"<p>{html.escape(summary(self.modules, self._beside))}</p><table><tr>{head}</tr>{''.join(rows)}</table>"
+        return f"<p>{html.escape(summary(self.modules, self._beside))}</p>{in_html([_COLUMNS, *self._rows()])}"
 
     def _rows(self) -> List[Tuple[str, ...]]:
         """Return the cells of the table; identical modules share a row."""
@@ -160,6 +158,15 @@ def lines(table: Sequence[Sequence[str]]) -> Iterator[str]:
         cells = [_wrapped(cell, width) for cell, width in zip(row, widths)]
         for line in zip_longest(*cells, fillvalue=""):
             yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip()
+
+
+def in_html(table: Sequence[Sequence[str]]) -> str:
+    """A table for notebooks, whose first line is its head."""
+    rows = (
+        "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
+        for tag, row in zip(chain(["th"], repeat("td")), table)
+    )
+    return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
 
 
 def _wrapped(cell: str, width: int) -> List[str]:

@@ -474,22 +474,14 @@ def halves(both: QuantizedWeight, up_first: bool) -> Optional[Tuple[QuantizedWei
         return _halves_blocked(both, up_first)
     features, width = both.shape[0] // 2, both.shape[1]
     count = features * width
-    blocks = count // both.block
-    nested, is_nested = blocks // both.nested_block, both.nested_scales is not None
+    blocks, is_nested = count // both.block, both.nested_scales is not None
     if count % (2 * both.block) != 0 or both.shape[0] % 2 != 0 or (is_nested and blocks % both.nested_block != 0):
         return None
-    data, scales = both.data.view(-1), both.scales.view(-1)
-    found = []
-    for place in (slice(0, 1), slice(1, 2)):
-        own = both._replace(
-            data=data[place.start * count // 2 : place.stop * count // 2],
-            scales=scales[place.start * blocks : place.stop * blocks],
-            shape=(features, width),
-        )
-        if is_nested:
-            own = own._replace(nested_scales=both.nested_scales[place.start * nested : place.stop * nested])
-        found.append(own)
-    first, second = found
+    nested_scales = both.nested_scales.chunk(2) if is_nested else (None, None)
+    first, second = (
+        both._replace(data=data, scales=scales, shape=(features, width), nested_scales=nested)
+        for data, scales, nested in zip(both.data.view(-1).chunk(2), both.scales.view(-1).chunk(2), nested_scales)
+    )
     return (second, first) if up_first else (first, second)
 
 
@@ -500,14 +492,10 @@ def _halves_blocked(both: QuantizedWeight, up_first: bool) -> Optional[Tuple[Qua
     features, of_row = out // 2, -(-width // columns)
     if out % 2 != 0 or (rows < out and features % rows != 0):
         return None
-    data, scales = both.data.view(out, -1), both.scales.view(-1, of_row)
-    found = [
-        both._replace(data=each, scales=scales, shape=(features, width)) for each in (data[:features], data[features:])
-    ]
-    if rows < out:
-        middle = features // rows
-        found = [each._replace(scales=part) for each, part in zip(found, (scales[:middle], scales[middle:]))]
-    first, second = found
+    scales = both.scales.view(-1, of_row)
+    parts = (scales, scales) if rows >= out else (scales[: features // rows], scales[features // rows :])
+    data = both.data.view(out, -1).chunk(2)
+    first, second = (both._replace(data=d, scales=s, shape=(features, width)) for d, s in zip(data, parts))
     return (second, first) if up_first else (first, second)
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Optional
+from functools import partial
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from ..._ops import add_op_namespace_prefix, ops
-from .. import fakes, strides
+from .. import fakes, reference, strides
 from . import experts, gemm, glu
 
 _DEVICES = ("cuda", "xpu", "cpu")  # the interpreter's tensors are on the CPU
@@ -46,27 +44,6 @@ linear = ops.triton_linear.default
 gated_linear = ops.triton_gated_linear.default
 experts_mlp = ops.triton_experts_mlp.default
 
-
-def gated_mlp(
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
-    down_weight: Tensor,
-    gate_bias: Optional[Tensor],
-    up_bias: Optional[Tensor],
-    down_bias: Optional[Tensor],
-    activation: int,
-) -> Tensor:
-    hidden = gated_linear(x, gate_weight, up_weight, gate_bias, up_bias, activation)
-    return F.linear(hidden, down_weight, down_bias)  # nothing to fuse here, and PyTorch's GEMM is faster
-
-
-def mlp(
-    x: Tensor,
-    fc1_weight: Tensor,
-    fc2_weight: Tensor,
-    fc1_bias: Optional[Tensor],
-    fc2_bias: Optional[Tensor],
-    activation: int,
-) -> Tensor:
-    return F.linear(linear(x, fc1_weight, fc1_bias, activation), fc2_weight, fc2_bias)
+# The last layer has nothing to fuse, and PyTorch's GEMM is faster.
+gated_mlp = partial(reference.gated_mlp, first=gated_linear)
+mlp = partial(reference.mlp, first=linear)

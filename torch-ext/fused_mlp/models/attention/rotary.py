@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..parts import refusals
 from ..parts.guards import Guards, guards_of
 from ..proving.evaluation import Evaluation, inputs
-from ..proving.values import NotProved, Proof, Proofs, Value
+from ..proving.values import Proof, Proofs, proved
 
 # By function, or by the class of a module that calls one: the guards to check at a call.
 known: Dict[Any, Guards] = {}
@@ -65,14 +65,7 @@ def _function_of(callee: Any) -> Tuple[Optional[FunctionType], Tuple[Tuple[Any, 
 
 
 def _proved(function: FunctionType) -> Proof:
-    evaluation = Evaluation()
-    try:
-        value = evaluation.returned(function, _GIVEN)
-        found = guards_of(evaluation.dependencies) if value == _right() else None
-    except NotProved:
-        found = None
-    return Proof(found, evaluation.dependencies)
-
-
-def _right() -> Value:
-    return Evaluation().returned(_written, _GIVEN)
+    evaluation, right = Evaluation(), Evaluation().returned(_written, _GIVEN)
+    return proved(
+        evaluation, function, _GIVEN, lambda value: guards_of(evaluation.dependencies) if value == right else None
+    )

@@ -19,7 +19,7 @@ from ...backends import native
 from ..methods import switching
 from ..parts import refusals
 from ..proving.evaluation import Evaluation, inputs
-from ..proving.values import Bound, Dependency, Held, Node, NotProved, Proof, Proofs, Value
+from ..proving.values import Bound, Dependency, Held, Node, NotProved, Proof, Proofs, Value, proved
 from ..reading.attributes import class_of, of_call
 from ..running import shortcut, split_mlps
 from . import cached, mixtures, proofs, routers
@@ -98,11 +98,7 @@ def _proof_of(module: nn.Module, method: FunctionType) -> Proof:
 
 def _proved(module: nn.Module, method: FunctionType) -> Proof:
     evaluation = Evaluation(module, _of_part)
-    try:
-        found = _read(evaluation.returned(Bound(method, evaluation.root), (_X,)))
-    except NotProved:
-        found = None
-    return Proof(found, evaluation.dependencies)
+    return proved(evaluation, Bound(method, evaluation.root), (_X,), _read)
 
 
 def _of_part(part: Held, given: Tuple[Value, ...]) -> Value:

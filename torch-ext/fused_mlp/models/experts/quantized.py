@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from ... import dispatch
-from ...backends import native
 from ...quantized import experts as quantized_experts
 from ...quantized.experts import QuantizedStack
-from ..reading.attributes import are_unchanged, class_of
+from ..parts.guards import are_unchanged
+from ..reading.attributes import class_of
 from ..reading.source import codes_of, digest, inside
 
 MODULE = "transformers.integrations.finegrained_fp8"
@@ -65,9 +65,6 @@ def _codes(kind: type) -> Iterator[Optional[CodeType]]:
         yield from codes_of(getattr(home, name, object), ("forward", "backward"))
 
 
-_are_unchanged = are_unchanged if native.plain_modules is None else native.plain_modules.are_unchanged
-
-
 def refusal(module: nn.Module, weights: Any) -> Optional[str]:
     """The reason why the weights of a module are not read in its present state; None if they are."""
     found = stacks_of(module, weights)
@@ -76,7 +73,7 @@ def refusal(module: nn.Module, weights: Any) -> Optional[str]:
 
 def stacks_of(module: nn.Module, weights: Any) -> Union[str, Tuple[QuantizedStack, QuantizedStack]]:
     """Both stacks of a module, by the names of its weights; or, as a noun phrase, why they are not read."""
-    if not _are_unchanged(known(class_of(module))):
+    if not are_unchanged(known(class_of(module))):
         return "a patched FP8Experts"
     state = module.__dict__
     if state.get("activation_scheme") != "dynamic":

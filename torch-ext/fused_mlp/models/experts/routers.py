@@ -16,7 +16,7 @@ from ..parts import refusals
 from ..parts.guards import Guards, guards_of
 from ..proving.evaluation import Evaluation, inputs
 from ..proving.routers import BIAS, Sigmoid, Softmax, form_of
-from ..proving.values import Bound, Held, NotProved, Proof, Proofs, Value
+from ..proving.values import Bound, Proof, Proofs, Value, calls_nothing, proved
 from ..reading.attributes import as_written, class_of
 from ..running import shortcut
 from .conditions import Conditions, conditions_of
@@ -61,19 +61,13 @@ def _proof_of(module: nn.Module) -> Proof:
 
 
 def _proved(module: nn.Module, method: FunctionType) -> Proof:
-    evaluation = Evaluation(module, _refuse, symbols=(int, float))
-    try:
-        value = evaluation.returned(Bound(method, evaluation.root), (_X,))
-        found = form_of(value, _X)
-    except NotProved:
-        found = None
-    guards = guards_of(evaluation.dependencies)
-    known = found is not None and guards is not None
-    return Proof(_fused_method(method, _Form(found, guards)) if known else None, evaluation.dependencies)
+    evaluation = Evaluation(module, calls_nothing, symbols=(int, float))
 
+    def made_of(value: Value) -> Optional[FunctionType]:
+        found, guards = form_of(value, _X), guards_of(evaluation.dependencies)
+        return None if found is None or guards is None else _fused_method(method, _Form(found, guards))
 
-def _refuse(part: Held, given: Tuple[Value, ...]) -> None:
-    raise NotProved("a router that calls another module")
+    return proved(evaluation, Bound(method, evaluation.root), (_X,), made_of)
 
 
 def _fused_method(method: FunctionType, form: _Form) -> FunctionType:

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from ...adapters import Adapter
 from ...autograd import training
-from ...backends import native
 from ..methods import switching
 from ..parts import adapters
+from ..parts.guards import are_unchanged
 from ..reading import source
-from ..reading.attributes import are_unchanged, as_written, of_call
+from ..reading.attributes import name_of_class, of_call
 from ..running import shortcut
 from . import cached, mixtures, proofs
 
@@ -77,26 +77,12 @@ def rank_of(module: nn.Module) -> str:
 
 @functools.cache
 def _fused_method(method: FunctionType) -> FunctionType:
-    original = as_written("forward", method)
-    instead = switching.instead_of(original)
-
-    def forward(self: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
-        another = instead(self)
-        if another is not None:
-            return another(self, x, *args, **kwargs)
-        result = None
-        if len(args) == 2 and not kwargs and not torch.compiler.is_compiling():
-            is_off = not shortcut.is_grad_enabled() and self.training
-            if is_off and shortcut.is_as_recorded(self, x):
-                result = training.as_recorded(lambda given: _output(self, given, *args), x)
-            else:
-                result = _output(self, x, *args)
-        return method(self, x, *args, **kwargs) if result is None else result
-
-    return switching.made(KIND, forward, original)
+    return switching.fused_forward(KIND, method, _output, arguments=3)
 
 
 def _output(module: nn.Module, x: Any, index: Any, weights: Any) -> Optional[Tensor]:
+    if not shortcut.is_grad_enabled() and module.training and shortcut.is_as_recorded(module, x):
+        return training.as_recorded(lambda given: _output(module, given, index, weights), x)
     *_, base = _chain(module)
     known = cached.found(base, x, index, weights)
     proof = known or proofs.of(base)
@@ -144,7 +130,7 @@ def _read(module: nn.Module, proof: Any = None) -> Union[str, Wrapped]:
         return "experts that are called differently"
     found: Dict[str, Tuple[Tensor, Tensor, float]] = {}
     for wrapper in wrappers:
-        if not _are_unchanged(known(type(wrapper))):
+        if not are_unchanged(known(type(wrapper))):
             return f"a patched {_NAME}"
         effect = of_call(wrapper)
         adapter = _adapter(wrapper, base) if effect is None else f"a {_NAME} with {effect}"
@@ -159,7 +145,6 @@ def _read(module: nn.Module, proof: Any = None) -> Union[str, Wrapped]:
     return Wrapped(base, found)
 
 
-_are_unchanged = getattr(native.plain_modules, "are_unchanged", are_unchanged)  # in compiled code where there is any
 _STATE = {"_disable_adapters", "merged_adapters", "_active_adapter", "scaling", "num_experts", "parameter_name"}
 _STATE |= {"_did_swap_in_out_features"}
 
@@ -205,7 +190,7 @@ def _adapter(wrapper: nn.Module, base: nn.Module) -> Union[str, Tuple[Tensor, Te
 @functools.lru_cache(maxsize=64)
 def known(kind: type) -> Optional[Tuple[Tuple[Any, str, Any], ...]]:
     """The names that a call looks up in PEFT's wrapper, if a class is that, and its source was read."""
-    if f"{kind.__module__}.{kind.__qualname__}" != _NAME or digest(kind) not in _DIGESTS:
+    if name_of_class(kind) != _NAME or digest(kind) not in _DIGESTS:
         return None
     return tuple((kind, name, getattr(kind, name)) for name in ("__call__", *_METHODS))
 

@@ -90,7 +90,6 @@ class Ending:
     """
 
     behind: Tuple[ast.expr, ...] = ()
-    residual_first: bool = False
     norm: Optional[ast.expr] = None
 
 

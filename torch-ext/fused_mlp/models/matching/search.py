@@ -303,7 +303,7 @@ def ending_of(function: ast.FunctionDef, start: Start, role: RoleOf) -> Optional
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
             left, right = computed(node.left), computed(node.right)
             if left == "residual" and type(right) is tuple:
-                return Ending(right, True)
+                return Ending(right)
             return Ending(left) if right == "residual" and type(left) is tuple else None
         if node is start.node:
             return ()

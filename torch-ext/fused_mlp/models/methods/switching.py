@@ -137,10 +137,11 @@ def made(kind: str, forward: FunctionType, original: Written) -> FunctionType:
 def fused_forward(
     kind: str,
     method: FunctionType,
-    compute: Callable[[nn.Module, Any], Any],
+    compute: Callable[..., Any],
     trace: Optional[Callable[..., Any]] = None,
+    arguments: int = 1,
 ) -> FunctionType:
-    """Return a fused forward for a class: it returns ``compute``'s result for a call with one argument, x.
+    """Return a fused forward for a class: it returns ``compute``'s result for a call with ``arguments`` arguments.
 
     The original runs if that result is None, and while a graph is traced; with ``trace``, Dynamo runs that instead
     (``traced.run``).
@@ -155,10 +156,10 @@ def fused_forward(
             another = instead(self)
             if another is not None:
                 return another(self, *args, **kwargs)
-        if kwargs or len(args) != 1 or is_traced():
+        if kwargs or len(args) != arguments or is_traced():
             return method(self, *args, **kwargs)
-        result = compute(self, args[0])
-        return method(self, args[0]) if result is None else result
+        result = compute(self, *args)
+        return method(self, *args) if result is None else result
 
     return made(kind, forward, original)
 

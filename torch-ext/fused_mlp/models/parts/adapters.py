@@ -17,7 +17,7 @@ from ...adapters import DROPS, Adapter, Layer
 from ...operands import is_narrowed
 from ...quantized.weights import QuantizedWeight
 from ..reading import source
-from ..reading.attributes import are_unchanged, of_call
+from ..reading.attributes import are_unchanged, name_of_class, of_call
 from . import quantized, refusals
 
 is_traced = torch.compiler.is_dynamo_compiling
@@ -76,7 +76,7 @@ def layer_of(part: nn.Module) -> Union[str, Layer]:
     if methods is None:
         return _without_adapter(part)
     if not are_unchanged(methods):
-        return f"a patched {_name(part)}"
+        return f"a patched {name_of_class(type(part))}"
     effect = of_call(part)
     return _read(part) if effect is None else effect
 
@@ -141,7 +141,7 @@ _STATE = {"_disable_adapters", "merged_adapters", "_active_adapter", "scaling"}
 
 
 def _read(part: nn.Module) -> Union[str, Layer]:
-    state, kind = part.__dict__, _name(part)
+    state, kind = part.__dict__, name_of_class(type(part))
     modules = state["_modules"]
     if not state.keys() >= _STATE:
         return f"a {kind} in an unrecognised form"
@@ -185,10 +185,6 @@ def _without_adapter(part: nn.Module) -> Union[str, Layer]:
         return quantized.layer_of(part)
     found = parameters_of(part)
     return found if type(found) is str else Layer(*found)
-
-
-def _name(part: nn.Module) -> str:
-    return f"{type(part).__module__}.{type(part).__qualname__}"
 
 
 def _adapter(state: Dict[str, Any], a: nn.Module, name: str, kind: str) -> Union[str, Adapter]:
@@ -242,7 +238,7 @@ _PLAIN = {torch.float32, torch.bfloat16, torch.float16}
 @functools.lru_cache(maxsize=64)
 def known(kind: type) -> Optional[Tuple[Tuple[Any, str, Any], ...]]:
     """The methods of a class of PEFT's, if this is one and its source was read."""
-    name = f"{kind.__module__}.{kind.__qualname__}"
+    name = name_of_class(kind)
     if name not in _DIGESTS or digest(kind) not in _DIGESTS[name]:
         return None
     names = ("__call__", *_METHODS)

@@ -13,17 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...activations import Activation, get_activation
-from ...backends import native
 from ..proving import activations
-from ..reading.attributes import are_unchanged
-from .guards import guards_of
+from .guards import are_unchanged, guards_of
 from .recognition import activation_of, name_of
 
 # As they were when this was imported: what is put in their place is called.
 _GELU_FUNCTION = F.gelu
 _GELU = {"none": get_activation("gelu"), "tanh": get_activation("gelu_pytorch_tanh")}  # by ``approximate``
 _INPLACE = (F.relu, F.silu)  # functions with an option of that name
-_are_unchanged = getattr(native.plain_modules, "are_unchanged", are_unchanged)  # compiled, if there is compiled code
 
 
 class Form:
@@ -63,7 +60,7 @@ def call(function: Callable[..., Tensor], *options: Any, **named: Any) -> Form:
 def factor(function: Callable[[Tensor, Tensor], Tensor]) -> Form:
     """``act`` where ``function(h, up)`` is ``act(h) * up``"""
     form, unchanged = _products.get(function, (None, ()))
-    if form is not None and _are_unchanged(unchanged):
+    if form is not None and are_unchanged(unchanged):
         return form
     found = activations.read_product(function)
     guards = None if found is None else guards_of(found.dependencies)

@@ -5,7 +5,12 @@ from __future__ import annotations
 from types import CellType, FunctionType
 from typing import Any, Iterable, List, NamedTuple, Optional, Tuple
 
+from ...backends import native
 from ..proving.values import MISSING, Dependency
+from ..reading import attributes
+
+# Compiled, if there is compiled code.
+are_unchanged = getattr(native.plain_modules, "are_unchanged", attributes.are_unchanged)
 
 
 class Guards(NamedTuple):

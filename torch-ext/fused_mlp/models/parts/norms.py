@@ -16,7 +16,7 @@ from torch import nn
 from ..proving import algebra
 from ..proving.algebra import Sum, atom, number, plus, power, times
 from ..proving.evaluation import Evaluation, inputs
-from ..proving.values import Bound, Dependency, Held, Node, NotProved, Proof, Proofs, Value, looked_up
+from ..proving.values import Bound, Dependency, Node, NotProved, Proof, Proofs, Value, calls_nothing, looked_up, proved
 from . import refusals
 from .guards import Guards, guards_of
 
@@ -77,18 +77,13 @@ _SHAPE = Node("attribute", ("normalized_shape",))
 
 
 def _proved(module: nn.Module, forward: FunctionType) -> Proof:
-    evaluation = Evaluation(module, _refuse, _is_narrow, symbols=(float, tuple))
-    try:
-        value = evaluation.returned(Bound(forward, evaluation.root), (_X,))
+    evaluation = Evaluation(module, calls_nothing, _is_narrow, symbols=(float, tuple))
+
+    def norm_in(value: Value) -> Optional[Norm]:
         is_norm = isinstance(value, Node) and algebra.dtype_of(value, _is_own) == algebra.OWN
-        found = _norm_of(value, type(module), forward, evaluation.dependencies) if is_norm else None
-    except NotProved:
-        found = None
-    return Proof(found, evaluation.dependencies)
+        return _norm_of(value, type(module), forward, evaluation.dependencies) if is_norm else None
 
-
-def _refuse(part: Held, given: Tuple[Value, ...]) -> None:
-    raise NotProved("a norm that calls another module")
+    return proved(evaluation, Bound(forward, evaluation.root), (_X,), norm_in)
 
 
 def _is_narrow(condition: Node) -> Optional[bool]:

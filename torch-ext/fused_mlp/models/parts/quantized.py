@@ -21,8 +21,10 @@ from ... import dispatch
 from ...adapters import Layer
 from ...backends import native
 from ...quantized import weights as quantized
-from ..reading.attributes import are_unchanged, of_call
+from ..reading import attributes
+from ..reading.attributes import name_of_class, of_call
 from ..reading.source import codes_of, digest
+from .guards import are_unchanged
 
 Guarded = Tuple[Tuple[Any, str, Any], ...]
 
@@ -92,19 +94,15 @@ def is_known(part: nn.Module) -> bool:
     return known(kind) is not None
 
 
-def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
 @functools.lru_cache(maxsize=64)
 def known(kind: type) -> Optional[Guarded]:
     """The attributes that the reading of a class rests on, if it is one of those named and its source was read."""
-    if _name(kind) not in CLASSES or digest_of(kind) not in CLASSES[_name(kind)].digests:
+    if name_of_class(kind) not in CLASSES or digest_of(kind) not in CLASSES[name_of_class(kind)].digests:
         return None
-    methods = ("__call__", *CLASSES[_name(kind)].methods)
+    methods = ("__call__", *CLASSES[name_of_class(kind)].methods)
     unchanged = (*((kind, name, getattr(kind, name)) for name in methods), *_called(kind))
     if native.DEVICE_TYPE in dispatch.QUANTIZED_DEVICES:
-        form, home = _FORMS.index(CLASSES[_name(kind)]), sys.modules[kind.__module__]
+        form, home = _FORMS.index(CLASSES[name_of_class(kind)]), sys.modules[kind.__module__]
         COMPILED[kind] = unchanged, form, getattr(home, _OWN_PARAMETERS.get(form, ""), nn.Parameter)
     return unchanged
 
@@ -125,7 +123,7 @@ def _know_codes(format: str, device: torch.device) -> None:
 
 def digest_of(kind: type) -> Optional[str]:
     """A hash of the source that a call of such a class runs; None where there is none."""
-    what, called = CLASSES[_name(kind)], [value for *_, value in _called(kind)]
+    what, called = CLASSES[name_of_class(kind)], [value for *_, value in _called(kind)]
     if len(called) != len(what.functions) + (what.product is not None):
         return None
     functions, product = called[: len(what.functions)], called[len(what.functions) :]
@@ -135,7 +133,7 @@ def digest_of(kind: type) -> Optional[str]:
 
 def _called(kind: type) -> Guarded:
     """The functions that the forward of a class calls: owners, names and values; less where one is not as known."""
-    what, forward = CLASSES[_name(kind)], getattr(kind, "forward", None)
+    what, forward = CLASSES[name_of_class(kind)], getattr(kind, "forward", None)
     found = []
     for path in what.functions if isinstance(forward, FunctionType) else ():
         owner, _, name = path.rpartition(".")
@@ -154,11 +152,11 @@ def _called(kind: type) -> Guarded:
 @functools.lru_cache(maxsize=64)
 def known_tensor(kind: type) -> Optional[Guarded]:
     """The attributes that the reading of a class of weights rests on, if it is torchao's and its source was read."""
-    if _name(kind) not in _TENSORS or digest_of_tensor(kind) not in TENSOR_DIGESTS:
+    if name_of_class(kind) not in _TENSORS or digest_of_tensor(kind) not in TENSOR_DIGESTS:
         return None
     products = kind._TORCH_FN_TABLE[kind]
     unchanged = ((products, F.linear, products[F.linear]),)
-    in_tiles = _TENSORS[_name(kind)] == quantized.TILES
+    in_tiles = _TENSORS[name_of_class(kind)] == quantized.TILES
     if native.DEVICE_TYPE in dispatch.QUANTIZED_DEVICES and (not in_tiles or dispatch.may_take_tiles()):
         COMPILED[kind] = unchanged, len(_FORMS) + in_tiles, kind
     return unchanged
@@ -174,15 +172,12 @@ def digest_of_tensor(kind: type) -> Optional[str]:
     return digest([each.__code__ for each in (product, called) if isinstance(each, FunctionType)])
 
 
-_are_unchanged = are_unchanged if native.plain_modules is None else native.plain_modules.are_unchanged
-
-
 def is_plainly_left(part: nn.Module, x: Any) -> bool:
     """True if a known layer is left to its own product of ``x`` whatever its weight is: all that it takes to call it,
     where it is asked at every call."""
     of_tensor = type(part) is nn.Linear
     kind = type(part.__dict__["_parameters"]["weight"] if of_tensor else part)
-    format = _TENSORS[_name(kind)] if of_tensor else CLASSES[_name(kind)].format
+    format = _TENSORS[name_of_class(kind)] if of_tensor else CLASSES[name_of_class(kind)].format
     if not isinstance(x, Tensor):
         return False
     if x.requires_grad and torch.is_grad_enabled():
@@ -197,11 +192,11 @@ def _least_trained(part: nn.Module, like: Tensor) -> Optional[int]:
     """The number of rows from which on a layer with a weight in blocks is taken where autograd follows: those whose own
     product has a gradient that goes by the decoded weight, and takes no less time. None for others."""
     if type(part) is not nn.Linear:
-        return 0 if _name(type(part)) == _INT8 and dispatch.may_train_rounded(like) else None
+        return 0 if name_of_class(type(part)) == _INT8 and dispatch.may_train_rounded(like) else None
     weight = part.__dict__["_parameters"]["weight"]
-    if vars(weight).get("act_quant_kwargs") is not None or _TENSORS[_name(type(weight))] == quantized.TILES:
+    if vars(weight).get("act_quant_kwargs") is not None or _TENSORS[name_of_class(type(weight))] == quantized.TILES:
         return None
-    return dispatch.least_decoded_rows(weight.shape) if _TENSORS[_name(type(weight))] == "int8" else 0
+    return dispatch.least_decoded_rows(weight.shape) if _TENSORS[name_of_class(type(weight))] == "int8" else 0
 
 
 def layer_of(part: nn.Module) -> Union[str, Layer]:
@@ -209,20 +204,20 @@ def layer_of(part: nn.Module) -> Union[str, Layer]:
     kind = type(part)
     if kind is nn.Linear:
         return _of_tensor(part)
-    if not _are_unchanged(known(kind)):
-        return f"a patched {_name(kind)}"
+    if not are_unchanged(known(kind)):
+        return f"a patched {name_of_class(kind)}"
     found = of_call(part)
     if found is not None:
         return found
-    found = _READERS.get(_name(kind), _read)(part)
-    return f"a {_name(kind)} {found}" if type(found) is str else found
+    found = _READERS.get(name_of_class(kind), _read)(part)
+    return f"a {name_of_class(kind)} {found}" if type(found) is str else found
 
 
 def _of_tensor(part: nn.Module) -> Union[str, Layer]:
     kind = type(part.__dict__["_parameters"]["weight"])
-    if not are_unchanged(known_tensor(kind)):
+    if not attributes.are_unchanged(known_tensor(kind)):
         return f"a patched weight of type {kind.__name__}"
-    read = _read_tiles if _TENSORS[_name(kind)] == quantized.TILES else _read_tensor
+    read = _read_tiles if _TENSORS[name_of_class(kind)] == quantized.TILES else _read_tensor
     found = of_call(part) or read(part)
     return f"a weight of type {kind.__name__} {found}" if type(found) is str else found
 

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from ...activations import ACTIVATIONS, Activation, get_activation
 from ..proving import activations as reading
 from ..proving.values import Dependency, holds
-from ..reading.attributes import children_of, of_call, parameters_of
+from ..reading.attributes import children_of, name_of_class, of_call, parameters_of
 from .guards import Guards, guards_of
 
 # Classes whose instances compute a row of the table whatever their attributes are; torch.nn.GELU is read below.
@@ -111,7 +111,7 @@ def looks_like_activation(function: Union[torch.nn.Module, Callable]) -> bool:
     if not isinstance(function, torch.nn.Module):
         return type(function) in _CALLABLES and (function in _OTHER_FUNCTIONS or _is_elementwise(function))
     kind = type(function)
-    if f"{kind.__module__}.{kind.__qualname__}" in _BY_CLASS or kind.__module__ == "transformers.activations":
+    if name_of_class(kind) in _BY_CLASS or kind.__module__ == "transformers.activations":
         return True
     if kind.__module__ == torch.nn.GELU.__module__:
         return kind.__name__ not in _NOT_ELEMENTWISE
@@ -148,7 +148,7 @@ def row_of_class(module: torch.nn.Module) -> Optional[str]:
         return "gelu" if module.approximate == "none" else "gelu_pytorch_tanh"
     if kind in _classes:
         return _classes[kind]
-    name = _BY_CLASS.get(f"{kind.__module__}.{kind.__qualname__}")
+    name = _BY_CLASS.get(name_of_class(kind))
     if name is not None and not torch.compiler.is_compiling():
         _classes[kind], _codes[kind] = name, getattr(getattr(kind, "forward", None), "__code__", None)
     if name is not None or issubclass(kind, torch.jit.ScriptModule):  # whose class has no forward to look at

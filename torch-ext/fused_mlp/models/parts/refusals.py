@@ -20,7 +20,7 @@ from ... import functional
 from ...activations import ACTIVATIONS
 from ...backends import native
 from ...operands import NARROWED, is_narrowed
-from ..reading.attributes import PLAIN_FORWARDS, of_call, state_of
+from ..reading.attributes import PLAIN_FORWARDS, name_of_class, of_call, state_of
 
 # Linear layers of transformers with a class of their own, and whether their weight is [in, out]. Falcon's adds its bias
 # to the product, and the sum may have the bias's dtype: it stands for torch's without a bias alone.
@@ -99,9 +99,9 @@ def parameters_of(projection: nn.Module) -> Union[str, Tuple[Tensor, Optional[Te
     kind = type(projection)
     if kind is not nn.Linear:
         if not is_other_linear(projection):
-            return f"a {_name(kind)}"
+            return f"a {name_of_class(kind)}"
         if not is_as_written(kind):
-            return f"a patched {_name(kind)}"
+            return f"a patched {name_of_class(kind)}"
     refusal = of_call(projection)
     if refusal is not None:
         return refusal
@@ -141,12 +141,6 @@ def has_own_product(projection: nn.Module) -> bool:
     return isinstance(projection, nn.Linear) and is_foreign(projection) and kind.forward is not nn.Linear.forward
 
 
-def weight_of(projection: nn.Module) -> Tensor:
-    """The weight of a plain projection as ``[out, in]``."""
-    weight, _ = parameters_of(projection)
-    return weight
-
-
 def of_input(x: Tensor) -> Optional[str]:
     """The reason why no kernel takes ``x``, or None: its kind, or the state around the call."""
     if not isinstance(x, Tensor):
@@ -156,19 +150,15 @@ def of_input(x: Tensor) -> Optional[str]:
     return "a nested input" if x.is_nested else of_global_state()
 
 
-def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
 def is_other_linear(projection: nn.Module) -> bool:
     """True if ``projection`` is of a class of transformers, and computes what an nn.Linear does."""
     kind = type(projection)
-    return _name(kind) in _OTHER_LINEARS and (is_transposed(kind) or projection.bias is None)
+    return name_of_class(kind) in _OTHER_LINEARS and (is_transposed(kind) or projection.bias is None)
 
 
 def is_transposed(kind: type) -> bool:
     """True if such a class has a weight that is [in, out]."""
-    return _OTHER_LINEARS[_name(kind)]
+    return _OTHER_LINEARS[name_of_class(kind)]
 
 
 def is_as_written(kind: type) -> bool:

@@ -13,7 +13,7 @@ from ...activations import ACTIVATIONS, Activation
 from . import algebra
 from .algebra import Form, Sum
 from .evaluation import Evaluation, inputs
-from .values import Dependency, Held, Method, Node, NotProved, Proof, Proofs, Value, class_of, looked_up
+from .values import Dependency, Held, Method, Node, NotProved, Proof, Proofs, Value, class_of, looked_up, proved
 
 _X, _Y = inputs("x", "y")
 
@@ -46,22 +46,21 @@ _proofs, _products = Proofs(), Proofs()
 
 def _proved(root: Optional[nn.Module], callee: Value) -> Proof:
     evaluation = Evaluation(root, leaf=_part)
-    return Proof(_read(evaluation, callee), evaluation.dependencies)
+    return proved(evaluation, callee, (_X,), lambda value: _read(evaluation, value))
 
 
 def _proved_product(callee: Any) -> Proof:
-    evaluation = Evaluation()
+    evaluation, names = Evaluation(), {_X: algebra.atom("x"), _Y: algebra.atom("y")}
     is_of_autograd = type(callee) is MethodType and callee.__func__ is torch.autograd.Function.apply.__func__
     given = Method("apply", Node("autograd", (callee.__self__,))) if is_of_autograd else callee
-    try:
-        value = evaluation.returned(given, (_X, _Y))
-        is_own = isinstance(value, Node) and algebra.dtype_of(value, (_X, _Y).__contains__) == algebra.OWN
-        names = {_X: algebra.atom("x"), _Y: algebra.atom("y")}
-        found = Form(lambda node, form: names.get(node))(value) if is_own else None
-    except NotProved:
-        found = None
-    row = None if found is None else _product_rows().get(algebra.compared(found))
-    return Proof(None if row is None else Read(row, True, evaluation.dependencies), evaluation.dependencies)
+
+    def found_in(value: Value) -> Optional[Read]:
+        is_own = isinstance(value, Node) and algebra.dtype_of(value, names.__contains__) == algebra.OWN
+        form = Form(lambda node, form: names.get(node))(value) if is_own else None
+        row = _product_rows().get(algebra.compared(form)) if is_own else None
+        return None if row is None else Read(row, True, evaluation.dependencies)
+
+    return proved(evaluation, given, (_X, _Y), found_in)
 
 
 @functools.cache
@@ -72,12 +71,8 @@ def _product_rows() -> Dict[Sum, Activation]:
     return {algebra.compared(algebra.times(form_of(row, x), y)): row for row in rows}
 
 
-def _read(evaluation: Evaluation, callee: Value) -> Optional[Read]:
-    try:
-        value = evaluation.returned(callee, (_X,))
-        if not _is_elementwise(value) or _is_linear(value):
-            return None
-    except NotProved:
+def _read(evaluation: Evaluation, value: Value) -> Optional[Read]:
+    if not _is_elementwise(value) or _is_linear(value):
         return None
     own = [each for each in evaluation.dependencies if type(each.owner) is tuple]
     is_closed = all(each.owner == () and each.part in ("class", "call") for each in own)

@@ -117,8 +117,8 @@ def _sigmoid_in(base: Sum) -> Optional[Sum]:
     return sigmoid(times(number(-1.0), part[1]))
 
 
-def _odd(name: str, value: Sum) -> Sum:
-    return times(number(-1.0), atom((name, times(number(-1.0), value)))) if _is_negative(value) else atom((name, value))
+def _erf(x: Sum) -> Sum:
+    return times(number(-1.0), atom(("erf", times(number(-1.0), x)))) if _is_negative(x) else atom(("erf", x))
 
 
 def _is_negative(value: Sum) -> bool:
@@ -205,7 +205,7 @@ def _tanh(x: Sum) -> Sum:
 def _gelu(x: Sum, approximate: str) -> Sum:
     half = times(number(0.5), x)
     if approximate == "none":
-        return plus(half, times(half, _odd("erf", times(number(math.sqrt(0.5)), x))))
+        return plus(half, times(half, _erf(times(number(math.sqrt(0.5)), x))))
     if approximate != "tanh":
         raise NotProved("an unknown gelu")
     inner = plus(x, times(number(0.044715), power(x, 3)))
@@ -233,8 +233,8 @@ def _softplus(x: Sum, beta: Any, threshold: Any) -> Sum:
 
 _EXPANDED: Dict[str, Callable[..., Sum]] = {
     "clamp": _clamp,
-    "erf": lambda x: _odd("erf", x),
-    "erfc": lambda x: plus(number(1.0), _odd("erf", x), -1.0),
+    "erf": _erf,
+    "erfc": lambda x: plus(number(1.0), _erf(x), -1.0),
     "gelu": _gelu,
     "mish": lambda x: times(x, _tanh(_softplus(x, 1.0, 20.0))),
     "sigmoid": sigmoid,

@@ -12,6 +12,7 @@ import sys
 from types import FunctionType
 from typing import Any, Dict, Iterator, Optional, Tuple
 
+from ..reading.attributes import name_of_class
 from . import operations
 from .values import Node
 
@@ -37,7 +38,7 @@ def applied(kind: type, args: Tuple[Any, ...]) -> Optional[Node]:
     Both functions are ``act(gate * gate_multiplier) * up * down_multiplier``, where multipliers that are not given are
     one.
     """
-    found = _ACTIVATIONS.get(f"{kind.__module__}.{kind.__qualname__}")
+    found = _ACTIVATIONS.get(name_of_class(kind))
     is_known = found is not None and 2 <= len(args) <= 4 and all(isinstance(each, Node) for each in args[:2])
     if not is_known or digest(kind) not in _DIGESTS or not all(type(each) in (int, float) for each in args[2:]):
         return None

@@ -101,6 +101,20 @@ class Proof(NamedTuple):
     dependencies: Tuple[Dependency, ...]
 
 
+def proved(evaluation: Any, callee: Any, given: Tuple[Any, ...], read: Callable[[Any], Any]) -> Proof:
+    """A proof of what ``read`` finds in the result of a call; of None where the result is not known."""
+    try:
+        found = read(evaluation.returned(callee, given))
+    except NotProved:
+        found = None
+    return Proof(found, evaluation.dependencies)
+
+
+def calls_nothing(part: Held, given: Tuple[Any, ...]) -> None:
+    """The ``leaf`` of an evaluation of code that is known to call no other module."""
+    raise NotProved("a call of another module")
+
+
 class Proofs:
     """The proofs of functions or classes that were made: each is valid as long as its dependencies hold."""
 

@@ -53,8 +53,8 @@ def parameters_of(module: nn.Module) -> Iterator[nn.Parameter]:
         yield from (held for held in state_of(each).get("_parameters", {}).values() if held is not None)
 
 
-def attribute_of(module: Any, name: str, default: Any = None) -> Any:
-    """An attribute of a module, or of another object; the default where there is none, or code would have to run."""
+def attribute_of(module: Any, name: str) -> Any:
+    """An attribute of a module, or of another object; None where there is none, or code would have to run."""
     kind, state = type(module), state_of(module)
     found = inspect.getattr_static(kind, name, _MISSING)
     if name in state and not inspect.isdatadescriptor(found):
@@ -62,11 +62,11 @@ def attribute_of(module: Any, name: str, default: Any = None) -> Any:
     if isinstance(found, FunctionType):
         return MethodType(found, module)
     if found is not _MISSING:
-        return default if hasattr(type(found), "__get__") else found
+        return None if hasattr(type(found), "__get__") else found
     for held in ("_parameters", "_buffers", "_modules"):
         if name in state.get(held, ()):
             return state[held][name]
-    return default
+    return None
 
 
 def method_in(module: nn.Module, place: str) -> Optional[FunctionType]:
@@ -87,6 +87,11 @@ def finder_of(kind: type) -> Optional[str]:
     """The method of a class of modules that Python runs where an attribute is read, if nn.Module has another one."""
     names = ("__getattribute__", "__getattr__")
     return next((name for name in names if getattr(kind, name, None) is not getattr(nn.Module, name)), None)
+
+
+def name_of_class(kind: type) -> str:
+    """The name of a class with that of its module."""
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def class_of(module: nn.Module) -> type:

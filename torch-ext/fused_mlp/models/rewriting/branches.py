@@ -146,7 +146,7 @@ class _Parting:
             return False
         behind = block[start:]
         guards, taken = self._decided(behind, answers)
-        if not guards:
+        if not guards or not taken:
             return False
         otherwise = behind
         if len(guards) == 1:  # the other branch has no condition either

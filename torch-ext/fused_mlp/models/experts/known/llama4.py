@@ -25,7 +25,7 @@ from ...proving.evaluation import Evaluation
 from ...proving.mixtures import activation_of
 from ...proving.values import NotProved, Proof, Proofs
 from ...reading import source
-from ...reading.attributes import are_unchanged, as_written, class_of, finder_of, of_call
+from ...reading.attributes import are_unchanged, class_of, finder_of, name_of_class, of_call
 from ...running import shortcut
 from .. import mixtures
 
@@ -76,28 +76,23 @@ def digest(module: nn.Module) -> Optional[str]:
 
 @functools.cache
 def _fused_method(method: FunctionType) -> FunctionType:
-    original = as_written("forward", method)
-    instead = switching.instead_of(original)
+    return switching.fused_forward(KIND, method, _output)
 
-    def forward(self: nn.Module, hidden_states: Any) -> Any:
-        another = instead(self)
-        if another is not None:
-            return another(self, hidden_states)
-        # First what costs least to ask: small calls run as they were written.
-        known = None if torch.compiler.is_compiling() or not _pays(self, hidden_states) else _read(self)
-        if not isinstance(known, _Known) or not _takes(self, hidden_states):
-            return method(self, hidden_states)
-        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        scores, logits = self.router(rows)
-        index = torch.topk(logits, self.router.top_k, dim=1).indices
-        compute = functools.partial(_routed, self, known.form, index)
-        if not shortcut.is_grad_enabled() and shortcut.is_as_recorded(self, rows):
-            routed = training.as_recorded(lambda given: compute(given, scores), rows)
-        else:
-            routed = compute(rows, scores)
-        return self.shared_expert(rows).add_(routed), logits
 
-    return switching.made(KIND, forward, original)
+def _output(module: nn.Module, x: Any) -> Optional[Tuple[Tensor, Tensor]]:
+    # First what costs least to ask: small calls run as they were written.
+    known = _read(module) if _pays(module, x) else None
+    if not isinstance(known, _Known) or not _takes(module, x):
+        return None
+    rows = x.reshape(-1, x.shape[-1])
+    scores, logits = module.router(rows)
+    index = torch.topk(logits, module.router.top_k, dim=1).indices
+    compute = functools.partial(_routed, module, known.form, index)
+    if not shortcut.is_grad_enabled() and shortcut.is_as_recorded(module, rows):
+        routed = training.as_recorded(lambda given: compute(given, scores), rows)
+    else:
+        routed = compute(rows, scores)
+    return module.shared_expert(rows).add_(routed), logits
 
 
 def _routed(module: nn.Module, form: Form, index: Tensor, rows: Tensor, scores: Tensor) -> Tensor:
@@ -177,7 +172,7 @@ def _proof_of(module: nn.Module) -> Optional[_Known]:
     if finder_of(type(module)) is not None:  # reading would run code of the class
         return None
     kind = class_of(module)
-    if f"{kind.__module__}.{kind.__qualname__}" != _NAME:
+    if name_of_class(kind) != _NAME:
         return None
     experts = module._modules.get(_EXPERTS)
     if experts is None or any(experts._parameters.get(name) is None for name in _WEIGHTS):
