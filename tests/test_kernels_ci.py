@@ -46,7 +46,7 @@ def device(kernel, backend) -> Iterator[str]:
 @pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=str)
 def dtype(request, device) -> torch.dtype:
     if INTERPRETED and request.param == torch.bfloat16:
-        pytest.skip("Triton's interpreter computes bfloat16 wrongly")
+        pytest.skip("Triton's interpreter gives wrong results in bfloat16")
     if device == "cpu" and not INTERPRETED and request.param == torch.float16:
         pytest.skip("on CPUs PyTorch computes in float16")
     return request.param

@@ -48,7 +48,7 @@ Isa choose() {
   if (cap == nullptr) return best == Isa::kAvx512Bf16 && is_intel() ? Isa::kAvx512 : best;
   for (int i = 0; i < static_cast<int>(std::size(kNames)); ++i) {
     if (std::strcmp(cap, kNames[i]) != 0) continue;
-    STD_TORCH_CHECK(i <= static_cast<int>(best), "FUSED_MLP_CPU_ISA is ", cap, ", but this CPU has no more than ",
+    STD_TORCH_CHECK(i <= static_cast<int>(best), "FUSED_MLP_CPU_ISA is ", cap, ", but this CPU supports at most ",
                     name(best));
     return static_cast<Isa>(i);
   }

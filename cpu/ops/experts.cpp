@@ -91,7 +91,7 @@ void read(const Tensor& tensor, std::vector<T>& values) {
     case ScalarType::Half:
       return copy(static_cast<const torch::headeronly::Half*>(data));
     default:
-      STD_TORCH_CHECK(false, "the routing has the dtype ", torch::headeronly::toString(tensor.scalar_type()));
+      STD_TORCH_CHECK(false, "unsupported routing dtype ", torch::headeronly::toString(tensor.scalar_type()));
   }
 }
 

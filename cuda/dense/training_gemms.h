@@ -367,7 +367,7 @@ struct Cuda {
     if (!fits) product.out = kNoMatrix;
     const Architecture* const architecture = architecture_of(gpu(x.get_device_index()));
     STD_TORCH_CHECK(architecture != nullptr && architecture->dropped != nullptr && cols % kWordColumns == 0,
-                    "there is no kernel that draws for these dropouts");
+                    "no kernel supports these dropouts");
     check(architecture->dropped->rows(product, current_stream(x)));
     if (!fits) {
       const Tensor masked = new_dense(x, {count, cols});

@@ -33,11 +33,10 @@ class ExpertAdapters {
   ExpertAdapters(const std::vector<OptionalTensor>& factors, const std::vector<double>& scalings, const Tensor& like,
                  const Routes& routes, const Tensor& gate_up_weight, const Tensor& down_weight, bool transposed = false)
       : factors_(factors), scalings_(scalings), like_(like), routes_(routes), transposed_(transposed) {
-    STD_TORCH_CHECK(factors.empty() || (factors.size() == 4 && scalings.size() == 2),
-                    "factors must be two of each layer");
+    STD_TORCH_CHECK(factors.empty() || (factors.size() == 4 && scalings.size() == 2), "factors must be two per layer");
     for (size_t layer = 0; 2 * layer < factors.size(); ++layer) {
       const Tensor& weight = layer == 0 ? gate_up_weight : down_weight;
-      STD_TORCH_CHECK(a(layer).has_value() == b(layer).has_value(), "factors must be two of each layer");
+      STD_TORCH_CHECK(a(layer).has_value() == b(layer).has_value(), "factors must be two per layer");
       if (!has(layer)) continue;
       for (const Tensor* factor : {&*a(layer), &*b(layer)}) {
         const ScalarType type = factor->scalar_type();

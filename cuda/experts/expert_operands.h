@@ -84,7 +84,7 @@ struct ExpertLayer {
     STD_TORCH_CHECK(rows >= weight.size(1) && rows % row_step == 0 && (experts == 1 || weight.stride(0) % row == 0),
                     kUnaligned);
     STD_TORCH_CHECK(experts * rows < std::numeric_limits<int32_t>::max() - 1024,
-                    "weights must have less than 2^31 rows");
+                    "weights must have fewer than 2^31 rows");
     GroupedProblem p{};
     p.gemm = {.m = routes.slots(), .n = n, .k = k, .dtype = dtype};
     p.gemm.weight = {const_cast<void*>(weight.const_data_ptr()), row * row_step};
@@ -129,15 +129,14 @@ struct ExpertKernels {
 
  private:
   static ExpertKernels of(const Gpu& gpu, const Architecture* architecture) {
-    STD_TORCH_CHECK(architecture != nullptr && architecture->grouped != nullptr,
-                    "there is no kernel for experts on this GPU");
+    STD_TORCH_CHECK(architecture != nullptr && architecture->grouped != nullptr, "no experts kernel for this GPU");
     return {gpu, architecture, *architecture->grouped};
   }
 };
 
 inline void check_size(int64_t slots, int64_t experts) {
-  STD_TORCH_CHECK(slots < kMaxSlots, "top_k_index must have less than ", kMaxSlots, " elements");
-  STD_TORCH_CHECK(experts <= kMaxGroupedExperts, "weights must be those of at most ", kMaxGroupedExperts, " experts");
+  STD_TORCH_CHECK(slots < kMaxSlots, "top_k_index must have fewer than ", kMaxSlots, " elements");
+  STD_TORCH_CHECK(experts <= kMaxGroupedExperts, "weights must hold at most ", kMaxGroupedExperts, " experts");
 }
 
 }  // namespace fused_mlp

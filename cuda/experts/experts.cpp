@@ -56,7 +56,7 @@ Tensor compute_experts(const OptionalTensor& into, const OptionalTensor& residua
   const bool fitted = plan.fits;
   const ExpertAdapters adapters(factors, scalings, x, routes, gate_up, down);
   STD_TORCH_CHECK(!adapters.any() || (chosen.kernels.adds_low_rank && !transposed),
-                  "there is no kernel for adapters of these experts");
+                  "no kernel supports adapters for these experts");
   const bool gathers =
       plan.gathers && !adapters.any() && rows.rows * rows.row_stride / 8 <= std::numeric_limits<uint32_t>::max();
   const Tensor sorted = sorts && !gathers ? new_dense(x, {slots, rows.cols}) : Tensor();
@@ -168,7 +168,8 @@ Tensor adapted_experts(const Tensor& x, const Tensor& top_k_index, const Tensor&
 
 std::string plan_experts(const Tensor& x, const Tensor& gate_up_weight, const Tensor& down_weight, int64_t top_k,
                          bool transposed, bool trained) {
-  STD_TORCH_CHECK(x.dim() == 2 && top_k > 0 && x.size(0) > 0, "operands must be those of a call");
+  STD_TORCH_CHECK(x.dim() == 2 && top_k > 0 && x.size(0) > 0,
+                  "x must be [tokens, in] and not empty, and top_k positive");
   check_size(x.size(0) * top_k, gate_up_weight.size(0));
   const Routes routes{nullptr, 8, static_cast<int>(x.size(0)), static_cast<int>(top_k),
                       static_cast<int>(gate_up_weight.size(0))};

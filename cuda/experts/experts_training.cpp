@@ -67,7 +67,8 @@ void check_trained(const Tensor& x, const Tensor& top_k_index, const Tensor& top
   STD_TORCH_CHECK(dtype_of(x, "x") != DType::kFloat32, "x must be bfloat16 or float16");
   check_size(top_k_index.numel(), given.gate_up.size(0));
   const int in = form.transposed ? 1 : 2;
-  STD_TORCH_CHECK(given.down.size(3 - in) == given.gate_up.size(in), "experts must have as many outputs as inputs");
+  STD_TORCH_CHECK(given.down.size(3 - in) == given.gate_up.size(in),
+                  "experts must have the same number of outputs as inputs");
   STD_TORCH_CHECK(top_k_index.numel() > 0, "top_k_index must not be empty");
 }
 
@@ -275,7 +276,7 @@ class TrainedExperts {
 
   ExpertAdapters adapters(const std::vector<OptionalTensor>& factors, const std::vector<double>& scalings) const {
     const ExpertAdapters found(factors, scalings, like_, routes_, gate_up_, down_, form_.transposed);
-    STD_TORCH_CHECK(!found.any() || kernels_.kernels.adds_low_rank, "there is no kernel for adapters of these experts");
+    STD_TORCH_CHECK(!found.any() || kernels_.kernels.adds_low_rank, "no kernel supports adapters for these experts");
     return found;
   }
 
@@ -415,19 +416,20 @@ std::vector<Tensor> gradients_of_experts(const Tensor& grad, const Kept& kept, c
   const bool of_tokens = needs & kOfTokens;
   experts.check_kept(of_tokens ? std::nullopt : sorted, gate_up);
   if (of_tokens) {
-    STD_TORCH_CHECK(sorted && !(needs & kOfGateUp), "sorted must be the tokens, or rows of them for weights");
+    STD_TORCH_CHECK(sorted && !(needs & kOfGateUp),
+                    "sorted must be the tokens, or their rows for gradients of weights");
     check_same_kind(*sorted, "sorted", grad);
     STD_TORCH_CHECK(sorted->dim() == 2 && sorted->size(0) == grad.size(0) && sorted->size(1) == grad.size(1),
-                    "sorted must be like grad");
+                    "sorted must have the shape and dtype of grad");
     experts.list_tokens();
   }
   const ExpertAdapters adapters = experts.adapters(factors, scalings);
   std::pair<RankFactors, RankFactors> ranked;
   if (adapters.any()) ranked = adapters.for_backward(experts.stream());
   const auto& [of_gate_up, of_down] = ranked;
-  STD_TORCH_CHECK((of_gate_up && rank_rows) || !(needs & (kOfGateUpA | kOfGateUpB)), "gate_up_factors must be there");
-  STD_TORCH_CHECK(sorted || !(needs & (kOfGateUp | kOfGateUpA)), "sorted must be there");
-  STD_TORCH_CHECK(of_down || !(needs & (kOfDownA | kOfDownB)), "down_factors must be there");
+  STD_TORCH_CHECK((of_gate_up && rank_rows) || !(needs & (kOfGateUpA | kOfGateUpB)), "gate_up_factors are required");
+  STD_TORCH_CHECK(sorted || !(needs & (kOfGateUp | kOfGateUpA)), "sorted is required");
+  STD_TORCH_CHECK(of_down || !(needs & (kOfDownA | kOfDownB)), "down_factors are required");
   constexpr int64_t kBehindSums = kOfX | kOfGateUp | kOfGateUpA | kOfGateUpB | kOfGateUpBias;
   STD_TORCH_CHECK(!(needs & kBySums) || !(needs & ~(kBySums | kBehindSums)),
                   "needs must be of what follows from the gradients of gate_up");

@@ -32,8 +32,8 @@ struct GivenStack {
         block_rows(layout.at(first + 3)),
         block(layout.at(first + 4)) {
     STD_TORCH_CHECK(experts > 0 && rows >= 0 && k >= 0 && block_rows > 0 && block > 0 && (fp8() || block == kMxBlock),
-                    "layout must be [experts, out, in, block_rows, block], blocks positive");
-    STD_TORCH_CHECK(fp8() || k % kMxBlock == 0, "inputs of MXFP4 must be a multiple of ", kMxBlock);
+                    "layout must be [experts, out, in, block_rows, block] with positive blocks");
+    STD_TORCH_CHECK(fp8() || k % kMxBlock == 0, "MXFP4 weights must have in a multiple of ", kMxBlock);
     check(data, fp8() ? ScalarType::Float8_e4m3fn : ScalarType::Byte, experts * rows * k / (fp8() ? 1 : 2), "data");
     check(scales, fp8() ? ScalarType::Float : ScalarType::Byte, experts * scales_of_expert(), "scales");
   }
@@ -46,7 +46,7 @@ struct GivenStack {
     const auto blocks = static_cast<uint64_t>(block / kCodedBlock);
     const bool whole = block >= k;
     const bool power = whole || (block % kCodedBlock == 0 && std::has_single_bit(blocks));
-    STD_TORCH_CHECK(!fp8() || power, "blocks must have a power of two of columns from ", kCodedBlock, " on, or all");
+    STD_TORCH_CHECK(!fp8() || power, "blocks must span all columns or a power of two of at least ", kCodedBlock);
     STD_TORCH_CHECK(k > 0 && k % kCodedBlock == 0, "inputs must be a multiple of ", kCodedBlock);
     STD_TORCH_CHECK(aligned(data) && reinterpret_cast<uintptr_t>(scales.const_data_ptr()) % 4 == 0,
                     "quantised weights must be aligned");
@@ -65,7 +65,7 @@ struct GivenStack {
  private:
   static void check(const Tensor& tensor, ScalarType dtype, int64_t elements, const char* name) {
     STD_TORCH_CHECK(tensor.scalar_type() == dtype && tensor.is_contiguous() && tensor.numel() == elements, name,
-                    " of quantised weights must be ", elements, " adjacent elements of the dtype of its format");
+                    " of quantised weights must be ", elements, " contiguous elements of the dtype of its format");
   }
 };
 
@@ -110,7 +110,8 @@ CodedProblem scaled_layer_of(const GivenStack& weight, int parts, int64_t rows) 
   const bool whole = coded.scale_rows % kScaledTile == 0 || coded.scale_rows >= weight.rows;
   STD_TORCH_CHECK(weight.fp8() && whole && kCodedBlock << std::min(coded.scale_shift, 16) >= kScaledGroup &&
                       (parts == 1 || n % coded.scale_rows == 0 || coded.scale_rows >= weight.rows),
-                  "rows are rounded for weights of FP8 in blocks of multiples of ", kScaledTile, " x ", kScaledGroup);
+                  "rounding rows requires FP8 weights whose blocks are multiples of ", kScaledTile, " x ",
+                  kScaledGroup);
   STD_TORCH_CHECK(weight.rows % parts == 0 && n > 0 && n % 8 == 0, "features must be multiples of 8");
   const auto* const scales = static_cast<const float*>(coded.scales);
   CodedProblem p{};
@@ -164,12 +165,12 @@ Tensor quantized_experts(const Tensor& x, const Tensor& top_k_index, const Tenso
                          const OptionalTensor& down_bias, int64_t activation, bool gated, bool interleaved,
                          std::optional<double> limit, double up_offset, bool many_rows) {
   check_activation(activation);
-  STD_TORCH_CHECK(layouts.size() == 2 * kLayout, "layouts must have ", kLayout, " numbers of each weight");
+  STD_TORCH_CHECK(layouts.size() == 2 * kLayout, "layouts must have ", kLayout, " numbers per weight");
   const GivenStack first_weight(gate_up, gate_up_scales, layouts, 0),
       second_weight(down, down_scales, layouts, kLayout);
   const int64_t hidden = first_weight.rows / (gated ? 2 : 1);
   STD_TORCH_CHECK(x.dim() == 2 && x.scalar_type() == ScalarType::BFloat16 && x.size(1) == first_weight.k,
-                  "x must be [tokens, in] in bfloat16, in being ", first_weight.k);
+                  "x must be [tokens, in] in bfloat16 with in = ", first_weight.k);
   STD_TORCH_CHECK(top_k_index.dim() == 2 && top_k_index.size(0) == x.size(0) && top_k_weights.dim() == 2 &&
                       top_k_weights.size(0) == x.size(0) && top_k_weights.size(1) == top_k_index.size(1),
                   "top_k_index and top_k_weights must be [tokens, k]");
@@ -187,12 +188,12 @@ Tensor quantized_experts(const Tensor& x, const Tensor& top_k_index, const Tenso
   if (out.numel() == 0) return out;
   const TensorRows rows = addressable_rows(x);
   const cudaStream_t stream = current_stream(x);
-  STD_TORCH_CHECK(!many_rows || (device.major == 9 && device.minor == 0), "many rows are those of Hopper GPUs alone");
+  STD_TORCH_CHECK(!many_rows || (device.major == 9 && device.minor == 0), "many_rows requires a Hopper GPU");
   const bool rounds = many_rows && first_weight.fp8(), fits = many_rows && !rounds;
   GroupedPlan plan = fits ? plan_fitted_stack(routes) : plan_stack(routes);
   if (rounds) {
     STD_TORCH_CHECK(!gate_up_bias && !down_bias && !limit && up_offset == 0.0 && !interleaved,
-                    "rows are rounded for experts without biases, limits and alternating gates and ups");
+                    "rounding rows is not supported with biases, limits or interleaved gate and up");
     plan = {MainLoop::kTiled, true, kScaledTile, row_tiles(routes, kScaledTile), 1};
     plan.sorted_rows = plan.row_tiles * kScaledTile;
   }
@@ -278,7 +279,8 @@ Tensor decoded_experts(const Tensor& data, const Tensor& scales, const std::vect
 }
 
 std::string plan_quantized_experts(const Tensor& x, int64_t top_k, int64_t experts, bool fp8, bool many_rows) {
-  STD_TORCH_CHECK(x.dim() == 2 && top_k > 0 && x.size(0) > 0, "operands must be those of a call");
+  STD_TORCH_CHECK(x.dim() == 2 && top_k > 0 && x.size(0) > 0,
+                  "x must be [tokens, in] and not empty, and top_k positive");
   check_size(x.size(0) * top_k, experts);
   const Routes routes{nullptr, 8, static_cast<int>(x.size(0)), static_cast<int>(top_k), static_cast<int>(experts)};
   PlanRecord record;

@@ -18,7 +18,7 @@ std::tuple<Tensor, Tensor, Tensor> top_k_router(const Tensor& x, const Tensor& w
                                                 bool narrow) {
   check_router(x, weight, top_k);
   const int64_t tokens = x.size(0), experts = weight.size(0);
-  STD_TORCH_CHECK(experts <= kMaxRoutedExperts && top_k <= kMaxChosen, "there is no kernel for so many experts");
+  STD_TORCH_CHECK(experts <= kMaxRoutedExperts && top_k <= kMaxChosen, "no kernel supports this many experts");
   const DeviceGuard device_guard(x.get_device_index());
   const Tensor logits = new_dense(x, {tokens, experts});
   linear_into<aoti_torch_cuda_mm_out, aoti_torch_cuda_addmm_out>(logits, x, weight, std::nullopt);
@@ -66,11 +66,11 @@ std::tuple<Tensor, Tensor, Tensor> sigmoid_router(const Tensor& x, const Tensor&
                                                   double scaling) {
   check_router(x, weight, top_k);
   const int64_t tokens = x.size(0), experts = weight.size(0);
-  STD_TORCH_CHECK(experts <= kMaxRoutedExperts && top_k <= kMaxChosen, "there is no kernel for so many experts");
+  STD_TORCH_CHECK(experts <= kMaxRoutedExperts && top_k <= kMaxChosen, "no kernel supports this many experts");
   STD_TORCH_CHECK(bias.dim() == 1 && bias.size(0) == experts && bias.get_device_index() == x.get_device_index(),
                   "bias must be [experts], on the device of x");
   STD_TORCH_CHECK(0 < groups && groups <= kMaxGroups && experts % groups == 0 && experts / groups >= 2,
-                  "groups must be between 1 and ", kMaxGroups, ", of as many experts each, two at least");
+                  "groups must be between 1 and ", kMaxGroups, ", all of the same size, at least two experts each");
   STD_TORCH_CHECK(0 < top_groups && top_groups <= groups, "top_groups must be between 1 and the number of groups");
   const DeviceGuard device_guard(x.get_device_index());
   const Tensor logits = wide_logits(x, weight), biases = torch::stable::contiguous(wide(bias));

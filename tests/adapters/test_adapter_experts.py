@@ -253,7 +253,7 @@ def test_bias_and_dropout_are_refused(fused_mlp, device):
     found = factors(made, 3)
     a, b = found["down_a"], found["down_b"].permute(2, 0, 1)
     for more in ({"bias": b[0, :, 0]}, {"dropout": 0.1}):
-        with pytest.raises(ValueError, match="down_adapter, of experts, must have no bias and no dropout"):
+        with pytest.raises(ValueError, match="down_adapter must have neither bias nor dropout for experts"):
             fused_mlp.experts_mlp(**made, down_adapter=fused_mlp.Adapter(a, b, **more))
 
 

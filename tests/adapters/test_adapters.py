@@ -207,10 +207,10 @@ def test_gradients_that_nobody_asks_for_are_not_computed(fused_mlp, device, monk
 @pytest.mark.parametrize(
     "needs, words",
     [
-        (1 << 10, "rows must be there for the gradient of b"),
-        (1 << 3, "there is no such layer"),
-        (1 << 9, "there is no such layer"),
-        (1 << 7, "x must be there"),
+        (1 << 10, "rows are required for the gradient of b"),
+        (1 << 3, "gradients are requested of a layer that does not exist"),
+        (1 << 9, "gradients are requested of a layer that does not exist"),
+        (1 << 7, "x is required"),
     ],
 )
 def test_the_op_refuses_a_backward_without_its_operands(fused_mlp, device, needs, words):

@@ -150,16 +150,16 @@ def test_what_is_chosen(build, backend, tmp_path):
     program = PROGRAM.format(repo=project.repo_id(), version=project.version())
     done = forks.run(program, cwd=tmp_path, env=environment(build), before=torch_for(backend))
     assert done.returncode == 0, done.stderr
-    refused = "is forced, and it does not take linear:"
+    refused = "is forced but does not support linear:"
     assert done.stdout.splitlines() == [
         backend,
-        "the Triton kernels have not been run on such GPUs: backend('triton') takes them",
+        "the Triton kernels are untested on this kind of GPU: backend('triton') forces them",
         "True",
         "True",
-        f"backend 'cuda' {refused} this build holds Triton kernels",
-        f"backend 'cpu' {refused} this build holds Triton kernels",
-        f"backend 'triton' {refused} Triton kernels run on GPUs and x is on cpu",
-        "{'torch'} backend(\"triton\") runs the Triton kernels of this build, which nobody has run on such a GPU",
+        f"backend 'cuda' {refused} this build has only Triton kernels",
+        f"backend 'cpu' {refused} this build has only Triton kernels",
+        f"backend 'triton' {refused} Triton kernels run on GPUs, but x is on cpu",
+        "{'torch'} backend(\"triton\") runs the Triton kernels of this build, which are untested on this kind of GPU",
         "cpu",
     ]
 

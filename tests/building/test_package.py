@@ -81,7 +81,7 @@ def test_two_builds_in_one_process(fused_mlp, other_build):
         model = modules.Plain()
         reports = [other.fuse_mlps(model), fused_mlp.fuse_mlps(model)]
         assert [len(report.fused) for report in reports] == [1, 0]  # another's forward is not this package's to replace
-        assert reports[1].left[0].reason == f"has a forward of its own (from {modules.__name__})"
+        assert reports[1].left[0].reason == f"its forward is overridden on the instance (from {modules.__name__})"
         reports[first].restore()
         reports[1 - first].restore()
         assert vars(model).keys() == vars(modules.Plain()).keys()

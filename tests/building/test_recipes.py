@@ -108,12 +108,12 @@ ACTIVATION = {
     ("torch-ext/fused_mlp/backends/triton/activations.py", "activate"): in_turn(
         before("\nSQRT_HALF", 'HARDSWISH = tl.constexpr(get_activation("hardswish").code)\n'),
         before(
-            '    else:\n        tl.static_assert(ACTIVATION == SIGMOID, "no activation has this code")\n'
+            '    else:\n        tl.static_assert(ACTIVATION == SIGMOID, "unknown activation code")\n'
             "        return _sigmoid(x",
             "    elif ACTIVATION == HARDSWISH:\n        return x * (tl.clamp(x + 3.0, 0.0, 6.0) / 6.0)\n",
         ),
         before(
-            '    else:\n        tl.static_assert(ACTIVATION == SIGMOID, "no activation has this code")\n'
+            '    else:\n        tl.static_assert(ACTIVATION == SIGMOID, "unknown activation code")\n'
             "        return _sigmoid_derivative(x",
             "    elif ACTIVATION == HARDSWISH:\n"
             "        return tl.where(x <= -3.0, 0.0, tl.where(x < 3.0, x / 3.0 + 0.5, 1.0))\n",

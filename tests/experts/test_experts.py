@@ -130,11 +130,11 @@ def test_the_same_bits_on_every_run(fused_mlp, device, dtype):
 WRONG = [
     ({"x": 1.0}, TypeError, "x must be a tensor, got float"),
     ({"top_k_index": None}, TypeError, "top_k_index must be a tensor, got NoneType"),
-    ({"top_k_index": torch.rand(7, 3)}, TypeError, "top_k_index must be of a signed integer dtype, got torch.float32"),
+    ({"top_k_index": torch.rand(7, 3)}, TypeError, "top_k_index must have a signed integer dtype, got torch.float32"),
     (
         {"top_k_weights": torch.ones(7, 3).long()},
         TypeError,
-        "top_k_weights must be of a floating dtype, got torch.int64",
+        "top_k_weights must have a floating-point dtype, got torch.int64",
     ),
     (
         {"top_k_weights": torch.ones(7, 2)},
@@ -144,7 +144,7 @@ WRONG = [
     ({"x": torch.ones(6, 40)}, ValueError, r"top_k_index must be \[tokens, k\] .* got \[7, 3\] and \[6, 40\]"),
     ({"x": torch.ones(7, 39)}, ValueError, r"gate_up_weight must be \[experts, out, in\] with in = 39 to fit x"),
     ({"gate_up_weight": torch.ones(4, 47, 40)}, ValueError, "gate_up_weight must be .* even out"),
-    ({"gate_up_weight": torch.ones(0, 48, 40)}, ValueError, "gate_up_weight must be .* an expert at least"),
+    ({"gate_up_weight": torch.ones(0, 48, 40)}, ValueError, "gate_up_weight must be .* at least one expert"),
     ({"down_weight": torch.ones(5, 33, 24)}, ValueError, "down_weight must be .* experts = 4 and in = 24"),
     ({"down_weight": torch.ones(4, 33, 24).bfloat16()}, TypeError, "down_weight must have the dtype of x"),
     ({"gate_up_bias": torch.ones(4, 24)}, ValueError, r"gate_up_bias must be \[4, 48\] to fit gate_up_weight"),
@@ -153,7 +153,7 @@ WRONG = [
     ({"gated": False, "interleaved": True}, ValueError, "down_weight must be"),
     ({"limit": -1.0}, ValueError, "limit must be positive or None, got -1.0"),
     ({"transposed": True}, ValueError, r"gate_up_weight must be \[experts, in, out\]"),
-    ({"activation": "nothing"}, ValueError, "'nothing' is not known"),
+    ({"activation": "nothing"}, ValueError, "activation must be .* got 'nothing'"),
 ]
 
 
@@ -197,9 +197,9 @@ def test_explained(fused_mlp, device):
         assert [part.layer for part in found.parts] == ["gate and up", "down"]
         assert "float32" in found.reason
     else:
-        assert (found.implementation, "no kernels of experts" in found.reason) == ("torch", True)
+        assert (found.implementation, "no experts kernels" in found.reason) == ("torch", True)
     trained = explain(x=made["x"].clone().requires_grad_())
-    assert trained.implementation == "torch" and trained.reason.startswith("autograd follows the parts: ")
+    assert trained.implementation == "torch" and trained.reason.startswith("autograd records the separate operations: ")
     assert explain(top_k_weights=torch.rand(7, 3, device=device).requires_grad_()).reason == trained.reason
     with fused_mlp.backend("torch"):
         assert explain().reason == "forced by backend()"

@@ -217,7 +217,7 @@ def test_gates_that_are_not_known(fused_mlp, device, registered, kind, options):
         module.config._experts_implementation = implementation
         (entry,) = fused_mlp.fuse_mlps(module).modules
         assert not entry.fused
-        assert entry.reason.startswith("runs as it is: a gate that is not known")
+        assert entry.reason.startswith("runs unfused: a gate that is not recognised")
         assert fused_mlp.explain(module).implementation == "original"
     assert Counting.calls == calls, "it was run to see what it computes"
     assert_alike(run(module, given, "fused_mlp"), expected)
@@ -271,11 +271,11 @@ def reason(fused_mlp, module):
 
 def test_a_loop_that_computes_something_else(fused_mlp, device, capsys):
     """It is left; the ways of transformers, which go by the flags of the class, are not."""
-    for kind, why in ((OtherLoop, "no sum of products"), (Printing, "print('run') (line ")):
+    for kind, why in ((OtherLoop, "not a plain sum of products"), (Printing, "print('run') (line ")):
         module, given = made(kind).to(device), routed(device)
         fused = copy.deepcopy(module)
         fused_mlp.fuse_mlps(fused)
-        assert reason(fused_mlp, fused).startswith(f"runs as it is: a loop of its own: {why}")
+        assert reason(fused_mlp, fused).startswith(f"runs unfused: a custom loop: {why}")
         assert "run" not in capsys.readouterr().out
         with torch.no_grad():
             assert torch.equal(fused(*given), module(*given))
@@ -289,7 +289,7 @@ def test_a_loop_in_float32(fused_mlp, device):
     fused_mlp.fuse_mlps(fused)
     assert reason(fused_mlp, fused) is None
     fused.bfloat16()
-    assert reason(fused_mlp, fused) == "runs as it is: a loop of its own that computes in float32"
+    assert reason(fused_mlp, fused) == "runs unfused: a custom loop that computes in float32"
 
 
 def test_functions_of_others(fused_mlp, device, monkeypatch):
@@ -300,7 +300,7 @@ def test_functions_of_others(fused_mlp, device, monkeypatch):
     for name in ("mine", "batched_mm"):
         monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, name, lambda module, x, *_: x + 1)
         module.config._experts_implementation = name
-        assert reason(fused_mlp, module) == f"runs as it is: experts_implementation {name!r}"
+        assert reason(fused_mlp, module) == f"runs unfused: experts_implementation {name!r}"
         assert torch.equal(module(x, *routing), x + 1)
 
 
@@ -308,7 +308,7 @@ def test_on_another_device(fused_mlp):
     """Without a kernel, the products of groups stay, and a class's own loop does not."""
     module = made(Base, implementation="grouped_mm").to("meta")
     (entry,) = fused_mlp.fuse_mlps(module).modules
-    assert entry.reason == "runs as it is: grouped_mm of torch.float32 on meta, for which there is no kernel"
+    assert entry.reason == "runs unfused: grouped_mm in torch.float32 on meta, which no kernel supports"
     module.config._experts_implementation = "eager"
     assert reason(fused_mlp, module) is None
 

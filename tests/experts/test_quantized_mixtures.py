@@ -118,10 +118,10 @@ def test_what_is_left(fused_mlp, device, own, monkeypatch):
         fused_mlp.fuse_mlps(model)
         scales = model.experts.down_proj_scale_inv
         changes = {
-            "scales for what": lambda: setattr(model.experts, "activation_scheme", "static"),
+            "activation scales": lambda: setattr(model.experts, "activation_scheme", "static"),
             "float64": lambda: setattr(model.experts, "down_proj_scale_inv", nn.Parameter(scales.double(), False)),
             "form": lambda: setattr(model.experts, "block_size", (64, 64)),
-            "no parameter": lambda: model.experts.__dict__.update(down_proj=torch.ones(1)),
+            "not a parameter": lambda: model.experts.__dict__.update(down_proj=torch.ones(1)),
             "patched": lambda: monkeypatch.setattr(fp8, "fp8_linear", lambda *given: given),
         }
         for reason, change in changes.items():

@@ -115,7 +115,7 @@ def test_trained_by_copies(fused_mlp, device, tokens, k, experts, sizes, form):
     made["top_k_index"][0, 0] = 0
     check_trained(fused_mlp, made, calls=4, **form)
     leaf = {"x": made["x"].clone().requires_grad_()}
-    assert "zeros fill up" in fused_mlp.explain(fused_mlp.experts_mlp, **made | leaf, **form).reason
+    assert "zero-padded copies" in fused_mlp.explain(fused_mlp.experts_mlp, **made | leaf, **form).reason
 
 
 @hopper

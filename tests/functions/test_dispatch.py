@@ -90,7 +90,7 @@ def test_products_of_training_on_a_cpu(fused_mlp, function, rows, dtype):
     (kept,) = fused_mlp.explain(call, **{name: tensor.requires_grad_() for name, tensor in made.items()}).parts
     products = ["fc1" if function == "mlp" else "gate and up"]
     leaves = rows < 32 and inference.implementation in ("amx", "avx512_bf16")
-    products += [] if leaves else ["products of the backward"]
+    products += [] if leaves else ["backward GEMMs"]
     assert [part.layer for part in kept.gemms] == (products if inference.fused else [])
     assert ("on AMX tiles" in str(kept)) == has_tiles
 
@@ -115,8 +115,8 @@ def test_every_record_has_words(fused_mlp):
     assert [part.fused for part in parts] == ["refusal" not in record for record in records]
     words = plans.in_words(parts)
     assert none == "none" and all(plans.REFUSALS[refusal] in words for refusal in refusals)
-    assert "128 x 192, k split in 2" in words and f"; layer 1: {parts[1]}; " in words
-    assert words.endswith("all warps share each tile; chosen by a model of this GPU, not a measurement")
+    assert "128 x 192, split-k 2" in words and f"; layer 1: {parts[1]}; " in words
+    assert words.endswith("all warps share each tile; chosen by a performance model of this GPU, not a measurement")
 
 
 @pytest.mark.skipif(machine.device_type() != "cpu", reason="a GPU trains a layer alone by its parts")
@@ -153,7 +153,7 @@ def test_one_op_forward_and_one_backward(fused_mlp, device, function, memory):
     with fused_mlp.backend("torch"):
         assert ops_called(call, made | {"memory": memory}) == []
         reason = fused_mlp.explain(call, **made, memory=memory).reason
-        assert ("runs the parts again" in reason) == (memory == "recompute")
+        assert ("reruns the separate operations" in reason) == (memory == "recompute")
     torch.func.grad(lambda x: call(**made | {"x": x}).sum())(made["x"].detach())
 
 
@@ -262,7 +262,7 @@ def test_a_forced_backend_that_cannot(fused_mlp, device, function):
 
 @pytest.mark.skipif(machine.device_type() == "cuda", reason="Triton runs here")
 def test_triton_without_a_gpu(fused_mlp, device):
-    with fused_mlp.backend("triton"), pytest.raises(ValueError, match="Triton kernels run on GPUs and x is on cpu"):
+    with fused_mlp.backend("triton"), pytest.raises(ValueError, match="Triton kernels run on GPUs, but x is on cpu"):
         fused_mlp.gated_mlp(**operands("gated_mlp"))
 
 
@@ -317,7 +317,7 @@ def test_explain_of_something_else(fused_mlp, device):
         fused_mlp.explain(fused_mlp.linear, torch.zeros(2, 3, device=device))
     with pytest.raises(TypeError, match="must be a tensor"):
         fused_mlp.explain(fused_mlp.linear, 3, 4)
-    with pytest.raises(TypeError, match="a module alone"):
+    with pytest.raises(TypeError, match="no other arguments if target is a module"):
         fused_mlp.explain(torch.nn.Linear(2, 2), torch.zeros(2, 2))
 
 

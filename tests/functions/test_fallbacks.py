@@ -155,10 +155,10 @@ def test_a_module_in_training_is_reported_with_its_rows(fused_mlp, device, monke
     dispatch = sys.modules[f"{fused_mlp.__name__}.dispatch"]
     if device.type == "cpu":
         monkeypatch.setitem(dispatch.LEAST_RECORDED[torch.float32], "gated_mlp", 880)
-        expected = "trained from 10 rows on"
+        expected = "fused in training with at least 10 rows"
     else:
         monkeypatch.setitem(dispatch.LEAST_WORK, (True, False), 88 * 32 * 10)
-        expected = "trained from 10 rows on"
+        expected = "fused in training with at least 10 rows"
     module = Gated().to(device).train()
     (entry,) = fused_mlp.fuse_mlps(module).fused
     assert entry.reason == expected
@@ -175,7 +175,7 @@ def test_rows_of_relu(fused_mlp, device, monkeypatch):
         monkeypatch.setitem(bounds, "mlp", 880)
     monkeypatch.setattr(dispatch, "LEAST_COMPILED", 0)
     (entry,) = fused_mlp.fuse_mlps(Plain(nn.ReLU).to(device).train()).fused
-    assert entry.reason == ("trained from 640 rows on" if device.type == "cpu" else "")
+    assert entry.reason == ("fused in training with at least 640 rows" if device.type == "cpu" else "")
 
 
 @pytest.mark.parametrize("forced", ["triton", "torch", "cpu", "cuda"])

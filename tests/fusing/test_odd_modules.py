@@ -113,7 +113,7 @@ def test_an_error_that_nobody_foresaw(fused_mlp, device, monkeypatch):
     model = nn.Sequential(Gated(), Intermediate(sizes=(32, 32)), Plain()).to(device)
     report = fused_mlp.fuse_mlps(model)
     assert [entry.path for entry in report.fused] == ["0", "2"]
-    assert [entry.reason for entry in report.left] == ["cannot be changed: ZeroDivisionError: nobody"]
+    assert [entry.reason for entry in report.left] == ["cannot be fused: ZeroDivisionError: nobody"]
     assert type(model[1]) is Intermediate
     assert fused_mlp.explain(model)
 

@@ -322,7 +322,7 @@ def test_a_forward_that_is_set_later(fused_mlp, device):
     assert torch.equal(module(x), x + 1)
     assert fused_mlp.explain(module).implementation == "original"
     (left,) = fused_mlp.fuse_mlps(module).left
-    assert left.reason == f"has a forward of its own (from {__name__})"
+    assert left.reason == f"its forward is overridden on the instance (from {__name__})"
     report.restore()
     assert torch.equal(module(x), x + 1)
 

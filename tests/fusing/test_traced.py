@@ -117,7 +117,7 @@ def test_little_work_is_the_compilers(fused_mlp, device, monkeypatch, least):
         torch.compiler.reset()
         module = kind().to(device).train()
         report = fused_mlp.fuse_mlps(module, memory=memory)
-        rows = f"trained under torch.compile from {least // (88 * 32)} rows on"
+        rows = f"fused in training under torch.compile with at least {least // (88 * 32)} rows"
         assert (
             (rows in str(report))
             == (rows in str(fused_mlp.explain(module)))

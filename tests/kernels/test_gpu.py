@@ -259,7 +259,7 @@ def test_cpu_tensors_in_a_cuda_build(fused_mlp, function):
     assert torch.equal(call(fused_mlp, function, made), reference.eager(function, made, "silu"))
     explanation = fused_mlp.explain(getattr(fused_mlp, function), **made)
     assert explanation.implementation == "torch"
-    assert "this build holds cuda kernels and x is on cpu" in explanation.reason
+    assert "this build has cuda kernels, but x is on cpu" in explanation.reason
     for implementation in ("cuda", "triton"):
         with fused_mlp.backend(implementation), pytest.raises(ValueError, match=f"{implementation}.*is forced"):
             call(fused_mlp, function, made)

@@ -154,7 +154,7 @@ def test_explain_names_kernel_and_reason_on_every_gpu(predictor, shape):
             assert words.startswith("fused sm80 GEMM: ") and tiles in words
         else:
             assert words.startswith("torch's GEMM and a pointwise kernel: ")
-        assert "by a model of this GPU, not a measurement" in words
+        assert "a performance model of this GPU, not a measurement" in words
 
 
 def test_the_model_is_no_kinder_to_ours_than_what_was_measured(predictor):

@@ -227,7 +227,7 @@ def test_explanations(fused_mlp, device, layer, make, width):
     elif hasattr(activations, type(module).__name__):
         reason = "activation"
     elif any(isinstance(part, nn.Mish) for part in module.modules()):
-        reason = "activation Mish is not known"
+        reason = "unknown activation Mish"
     else:
         reason = "GEMMs and activation"
     assert explanation.reason == reason
@@ -318,7 +318,7 @@ def test_a_layout_has_the_activation_of_its_config(fused_mlp, device, name, acti
     [
         ({"hidden_act": "mish"}, "mish"),
         ({"hidden_activation": "mish"}, "mish"),
-        ({}, "config must name its activation"),
+        ({}, "config must have hidden_act"),
     ],
 )
 def test_a_layout_wants_an_activation_that_is_known(fused_mlp, named, said):

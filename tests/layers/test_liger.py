@@ -93,7 +93,7 @@ def test_in_an_instance_behind(fused_mlp, device, classes, tell_ops, dispatched,
     fused_mlp.fuse_mlps(model)
     with caplog.at_level(logging.WARNING, "fused_mlp"):
         apply(kind, model)
-    name = f"{kind}MLP.forward is not fused any more"
+    name = f"{kind}MLP.forward is no longer fused"
     (line,) = [record.getMessage() for record in caplog.records if record.name == "fused_mlp"]
     assert line.startswith(name)
     assert "liger_kernel" in line
@@ -167,7 +167,7 @@ def test_a_product_that_somebody_patches(fused_mlp, device, classes, monkeypatch
     monkeypatch.setattr(LigerSiLUMulFunction, "forward", staticmethod(changed))
     with torch.no_grad():
         assert_close(mlp(x), mlp.down_proj(mlp.gate_proj(x) + mlp.up_proj(x)))
-    assert "not known" in str(fused_mlp.explain(mlp))
+    assert "unknown activation" in str(fused_mlp.explain(mlp))
 
 
 def test_a_version_that_nobody_has_read(fused_mlp, device, classes, monkeypatch):
@@ -180,7 +180,7 @@ def test_a_version_that_nobody_has_read(fused_mlp, device, classes, monkeypatch)
     report = fused_mlp.fuse_mlps(model)
     activations._products.known.clear()
     assert not report.fused
-    assert all("forward of its own (from liger_kernel" in each.reason for each in report.left)
+    assert all("forward is overridden on the instance (from liger_kernel" in each.reason for each in report.left)
 
 
 # The kinds behind these: a product as a function, and a method that a module itself holds.

@@ -158,7 +158,7 @@ def test_int4_as_it_is_packed(fused_mlp, device):
     assert torch.equal(found.dequantize(), wanted)
     with pytest.raises(ValueError, match="zeros must be 0 to 16, got 8 to 17"):
         fused_mlp.QuantizedWeight.from_int4(words, scales, torch.arange(8, 18, device=device).view(5, 2))
-    with pytest.raises(ValueError, match=r"or integers \[5, 2\]"):
+    with pytest.raises(ValueError, match=r"or an integer tensor \[5, 2\]"):
         fused_mlp.QuantizedWeight.from_int4(words, scales, zeros[:1])
 
 
@@ -188,7 +188,7 @@ def test_weights_of_gptq(fused_mlp, device, checkpoint, checkpoint_format):
         found = fused_mlp.QuantizedWeight.from_gptq(*given, g_idx, checkpoint_format)
         assert (found.shape, found.block) == ((24, 128), (1, 32))
         assert torch.equal(found.dequantize(), wanted)
-    with pytest.raises(ValueError, match="adjacent groups"):
+    with pytest.raises(ValueError, match="contiguous groups"):
         fused_mlp.QuantizedWeight.from_gptq(*given, groups.flip(0))
     with pytest.raises(ValueError, match="checkpoint_format must be gptq or gptq_v2, got 'marlin'"):
         fused_mlp.QuantizedWeight.from_gptq(*given, checkpoint_format="marlin")
@@ -203,7 +203,7 @@ def test_weights_of_awq(fused_mlp, checkpoint):
     found = fused_mlp.QuantizedWeight.from_awq(qweight, qzeros, scales)
     assert (found.shape, found.block) == ((24, 128), (1, 32))
     assert torch.equal(found.dequantize(), wanted)
-    with pytest.raises(TypeError, match=r"qweight must be a tensor \[in, out / 8\] of torch.int32"):
+    with pytest.raises(TypeError, match=r"qweight must be a torch.int32 tensor \[in, out / 8\]"):
         fused_mlp.QuantizedWeight.from_awq(qweight.float(), qzeros, scales)
     with pytest.raises(ValueError, match="with out = 24"):
         fused_mlp.QuantizedWeight.from_awq(qweight, qzeros[:, :2], scales)
@@ -385,11 +385,15 @@ def test_explained(fused_mlp, device):
     x, weights = gated(fused_mlp, device, dtype=torch.bfloat16)
     said = fused_mlp.explain(fused_mlp.gated_mlp, x, *weights)
     assert said.implementation == device.type
-    assert "nf4 in blocks of 64" in said.reason
+    assert "nf4 (blocks of 64)" in said.reason
     of_integer = of_integers(fused_mlp, torch.randn(96, 128, device=device), "int4", 64)
     given = torch.randn(2, 128, device=device), of_integer
-    assert "int4 in blocks of 1 x 64" in fused_mlp.explain(fused_mlp.linear, *given).reason
-    for block, words in (((128, 128), "fp8 in blocks of 128 x 128"), ((1, 64), "fp8 in rows"), ((96, 64), "one scale")):
+    assert "int4 (blocks of 1 x 64)" in fused_mlp.explain(fused_mlp.linear, *given).reason
+    for block, words in (
+        ((128, 128), "fp8 (blocks of 128 x 128)"),
+        ((1, 64), "fp8 (one scale per row)"),
+        ((96, 64), "one scale"),
+    ):
         wide = torch.randn(96, 256 if block[0] == 128 else 64, device=device)
         given = torch.randn(2, wide.shape[1], device=device), of_fp8(fused_mlp, wide, block)
         assert words in fused_mlp.explain(fused_mlp.linear, *given).reason
@@ -402,12 +406,15 @@ def test_explained(fused_mlp, device):
 
 WRONG = {
     "format": ({"format": "int3"}, "weight.format must be one of nf4, fp4, fp8, int8, int4, int4_tiles, got 'int3'"),
-    "shape": ({"shape": (96, 65)}, r"weight.data must be contiguous, of 3120 elements to fit \[out, in\] = \[96, 65\]"),
+    "shape": (
+        {"shape": (96, 65)},
+        r"weight.data must be contiguous with 3120 elements to fit \[out, in\] = \[96, 65\]",
+    ),
     "width": ({"shape": (48, 128)}, r"weight must be \[out, in\] with in = 64 to fit x"),
-    "block": ({"block": 32}, "weight.scales must be contiguous, of 192 elements"),
+    "block": ({"block": 32}, "weight.scales must be contiguous with 192 elements"),
     "scales": ({"scales": torch.zeros(96, dtype=torch.bfloat16)}, "weight.scales must be a tensor of torch.float32"),
     "data": ({"data": None}, "weight.data must be a tensor of torch.uint8, got NoneType"),
-    "nested": ({"nested_scales": torch.zeros(1)}, "weight must have nested_scales and nested_code both, or neither"),
+    "nested": ({"nested_scales": torch.zeros(1)}, "weight must have both nested_scales and nested_code, or neither"),
 }
 
 
@@ -422,7 +429,7 @@ def test_wrong_weights(fused_mlp, device, case):
 
 WRONG_FP8 = {
     "data": ({"data": torch.zeros(96, 64)}, "weight.data must be a tensor of torch.float8_e4m3fn, got torch.float32"),
-    "scales": ({"scales": torch.ones(2, 1)}, r"weight.scales must be contiguous, of 1 elements .* blocks of 96 x 64"),
+    "scales": ({"scales": torch.ones(2, 1)}, r"weight.scales must be contiguous with 1 elements .* blocks of 96 x 64"),
     "dtype": ({"scales": torch.ones(1).half()}, "weight.scales must be a tensor of torch.float32, got torch.float16"),
     "block": ({"block": 128}, "weight.block a pair of rows and columns"),
     "nested": ({"nested_scales": torch.zeros(1)}, "weight must have neither nested_scales nor nested_code"),

@@ -312,11 +312,11 @@ def test_wrong_operands(ops, device):
         "scales": {"scales": weight.scales.double()},
         "code": {"code": weight.code[:15]},
         "nested_scales and nested_code": {"nested_code": torch.zeros(256, device=device), "scales": weight.scales},
-        "in being 32": {"x": x[:, :32]},
+        "with in = 32": {"x": x[:, :32]},
         "bias": {"bias": torch.zeros(31, device=device).bfloat16()},
         "activation": {"activation": 99},
         "layout": {"layout": [32, 64, 1, 0, 0]},
-        "data and scales alone": {"data": torch.zeros(32, 64, device=device).to(torch.float8_e4m3fn)},
+        "only data and scales": {"data": torch.zeros(32, 64, device=device).to(torch.float8_e4m3fn)},
         "even number of columns": {
             "code": None,
             "layout": [30, 33, 1, 33, 0],
@@ -325,7 +325,7 @@ def test_wrong_operands(ops, device):
         },
         "positive divisor": {"code": None, "data": torch.zeros(32, 64, device=device, dtype=torch.int8)},
     }.items():
-        if match in ("data and scales alone", "positive divisor"):
+        if match in ("only data and scales", "positive divisor"):
             changed["scales"] = torch.ones(32, device=device)
         if match.startswith("even"):
             changed["scales"] = torch.ones(30, device=device)

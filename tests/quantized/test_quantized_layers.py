@@ -310,7 +310,7 @@ def test_by_themselves_on_a_cpu(fused_mlp, device, ops, kind):
         fused = copy.deepcopy(model)
         report = fused_mlp.fuse_mlps(fused)
         assert len(report.left) == (0 if takes else MLPS)
-        assert all("on a CPU, where its own product runs" in module.reason for module in report.left), report
+        assert all("on a CPU, where its own kernel runs" in module.reason for module in report.left), report
         assert_close(run(fused, inputs), run(model, inputs), tolerance(kind))
         assert ops == []
         few = {"input_ids": inputs["input_ids"][:1, :4]}

@@ -370,7 +370,7 @@ def test_merged_and_disabled(fused_mlp, device, ops):
 
 @pytest.mark.parametrize(
     "options, words",
-    [({"use_dora": True}, "of another kind"), ({"lora_dropout": 0.5}, None)],
+    [({"use_dora": True}, "of an unsupported variant"), ({"lora_dropout": 0.5}, None)],
     ids=["DoRA", "dropout"],
 )
 def test_other_adapters_are_left(fused_mlp, device, ops, options, words):
@@ -458,7 +458,7 @@ def test_left_on_a_cpu(fused_mlp, device, ops, adapted, monkeypatch):
         report = fused_mlp.fuse_mlps(fused)
         assert len(report.left) == MLPS
         reasons = {module.reason.partition("(a ")[2].removesuffix(")") for module in report.left}
-        assert all(reason.endswith("on a CPU, where its own product runs") for reason in reasons)
+        assert all(reason.endswith("on a CPU, where its own kernel runs") for reason in reasons)
         parts = importlib.import_module(f"{fused_mlp.__name__}.models.parts.adapters")
         if not adapted:
             monkeypatch.setattr(parts, "layer_of", None)
@@ -508,4 +508,4 @@ def test_layouts_that_are_left_on_a_cpu(fused_mlp, device):
     part = layer_4bit(layer, torch.float32)
     parts = importlib.import_module(f"{fused_mlp.__name__}.models.parts.quantized")
     with fused_mlp.backend("auto"):
-        assert "of 72 features in blocks of 64, which no kernel reads" in parts.layer_of(part)
+        assert "with 72 inputs in blocks of 64, which no kernel supports" in parts.layer_of(part)

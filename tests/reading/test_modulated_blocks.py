@@ -259,7 +259,7 @@ CHANGES = {
     "a hook of a projection": (lambda module: hook(module.ff.net[0].proj), False),
     "a hook of a dropout": (lambda module: hook(module.ff.net[3]), False),
     "a dropout that is active": (lambda module: module.ff.net[3].train(), False),
-    "a forward of its own": (with_attribute("ff.forward", lambda: lambda x: 2 * x), False),
+    "an overridden forward": (with_attribute("ff.forward", lambda: lambda x: 2 * x), False),
     "another method": (with_attribute("ff.net.0.gelu", lambda: torch.tanh), False),
     "the other approximation": (with_attribute("ff.net.0.approximate", "none"), True),
     "chunks": (with_attribute("chunk_size", 2), False),

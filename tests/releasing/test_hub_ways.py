@@ -299,4 +299,4 @@ def test_the_mixture_of_the_default_mapping(fused_mlp, device):
         layer()(torch.zeros(2, 3, 32, device=device))
     for block in blocks:
         block.experts.to(torch.float64)
-        assert "runs as it is: a weight of torch.float64" in fused_mlp.explain(block).reason
+        assert "runs unfused: a weight of torch.float64" in fused_mlp.explain(block).reason

@@ -90,7 +90,7 @@ def test_advice_for_capped_instructions(fused_mlp, monkeypatch):
     monkeypatch.setattr(part_of(fused_mlp, "diagnostics.check"), "native", SimpleNamespace(DEVICE_TYPE="cpu"))
     monkeypatch.setenv("FUSED_MLP_CPU_ISA", "avx2")
     found = part_of(fused_mlp, "diagnostics.check")._advice("cpu", {})
-    assert "unset FUSED_MLP_CPU_ISA, which keeps the kernels to avx2" in found
+    assert "unset FUSED_MLP_CPU_ISA, which limits the kernels to avx2" in found
 
 
 def test_gpus_in_words(fused_mlp, monkeypatch):

@@ -61,7 +61,7 @@ def test_an_mlp_of_coordinates_is_left(fused_mlp):
     model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 8))
     report = fused_mlp.fuse_mlps(model)
     assert not fused_mlp.is_fused(model)
-    assert [(entry.pattern, entry.reason) for entry in report.left] == [("plain", "no kernel for 2 inputs")]
+    assert [(entry.pattern, entry.reason) for entry in report.left] == [("plain", "no kernel for 2 input features")]
     assert fused_mlp.fuse_mlps(nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))).fused
 
 
@@ -72,7 +72,7 @@ def test_a_model_without_mlps_is_explained(fused_mlp):
 
 @pytest.mark.parametrize(
     ("alter", "detail"),
-    [(hooked, "hooks"), (lambda act: setattr(act, "forward", act.forward.__func__) or act, "a forward of its own")],
+    [(hooked, "hooks"), (lambda act: setattr(act, "forward", act.forward.__func__) or act, "an overridden forward")],
     ids=["hook", "forward"],
 )
 def test_an_altered_activation_is_not_called_unknown(fused_mlp, device, alter, detail):
@@ -140,7 +140,7 @@ def test_a_branch_that_does_not_run_is_not_reported_as_fused(fused_mlp, device):
     plain = copy.deepcopy(module)
     (entry,) = fused_mlp.fuse_mlps(module).modules
     assert (entry.pattern, entry.extent, entry.fused) == ("gated", "none", False)
-    assert entry.reason == "runs another branch of its code (self.sparsity > 0)"
+    assert entry.reason == "takes another branch of its code (self.sparsity > 0)"
     x = x_of(device)
     for sparsity, extent in ((0.5, "none"), (0, "full"), (0.5, "none"), ("none", "full")):  # the last cannot be told
         module.sparsity = plain.sparsity = sparsity

@@ -57,7 +57,7 @@ def test_offloaded(fused_mlp, device, when):
         fused = accelerate.cpu_offload(copy.deepcopy(model), execution_device=device)
         report = fused_mlp.fuse_mlps(fused)
         (entry,) = {(entry.fused, entry.reason) for entry in report.modules if entry.class_name == "MixtralExperts"}
-        assert entry == (False, "has a forward of its own (from accelerate.hooks)")
+        assert entry == (False, "its forward is overridden on the instance (from accelerate.hooks)")
     else:
         fused = accelerate.cpu_offload(fused, execution_device=device)
     assert_same(fused, model, ids)
@@ -72,7 +72,9 @@ def test_hooks(fused_mlp, device):
     assert_same(fused, model, ids)
     assert seen == ["before", "after"] and states(fused_mlp, fused) == ["fused", "fused"]
     first(fused).act_fn.register_forward_hook(lambda module, given, out: seen.append("inside"))
-    assert why(fused_mlp, first(fused)).startswith("runs as it is: a gate that is not known: SiLUActivation with hooks")
+    assert why(fused_mlp, first(fused)).startswith(
+        "runs unfused: a gate that is not recognised: SiLUActivation with hooks"
+    )
     assert_same(fused, model, ids)
     assert "inside" in seen
 
@@ -85,10 +87,10 @@ def test_weights_replaced(fused_mlp, device):
         pass
 
     first(fused).down_proj = Special(first(model).down_proj.detach().clone())
-    assert why(fused_mlp, first(fused)) == "runs as it is: a weight of type Special"
+    assert why(fused_mlp, first(fused)) == "runs unfused: a weight of type Special"
     assert_same(fused, model, ids)
     first(fused).double()
-    assert why(fused_mlp, first(fused)) == "runs as it is: a weight of torch.float64"
+    assert why(fused_mlp, first(fused)) == "runs unfused: a weight of torch.float64"
 
 
 def test_quantized(fused_mlp):
@@ -104,7 +106,7 @@ def test_quantized(fused_mlp):
     report = fused_mlp.fuse_mlps(model)
     reasons = {entry.class_name: entry.reason for entry in report.left}
     assert reasons.keys() == {"FP8Experts", "MixtralExperts"}
-    assert reasons["MixtralExperts"] == "runs as it is: a weight of torch.float8_e4m3fn"
+    assert reasons["MixtralExperts"] == "runs unfused: a weight of torch.float8_e4m3fn"
     assert not any(entry.pattern == "experts" for entry in report.fused)
 
 
@@ -114,7 +116,7 @@ def test_weights_of_four_bits(fused_mlp):
     model.set_experts_implementation("eager")
     model.model.layers[0].mlp.experts = Mxfp4GptOssExperts(model.config)
     (left,) = fused_mlp.fuse_mlps(model).left
-    assert (left.class_name, left.reason.partition(":")[0]) == ("Mxfp4GptOssExperts", "runs as it is")
+    assert (left.class_name, left.reason.partition(":")[0]) == ("Mxfp4GptOssExperts", "runs unfused")
     assert fused_mlp.explain(model.model.layers[1].mlp.experts).implementation == "fused"
 
 
@@ -122,7 +124,7 @@ def test_experts_in_another_form(fused_mlp):
     """DBRX's have their weights in a part of theirs, one under the other; the activation of JetMoe's is fused."""
     dbrx, jetmoe = (fused_mlp.fuse_mlps(mixtures.build(name)) for name in ("dbrx", "jetmoe"))
     assert {(left.class_name, left.reason) for left in dbrx.left} == {
-        ("DbrxExperts", "runs as it is: a loop that is not understood: view, which is not known here")
+        ("DbrxExperts", "runs unfused: an unrecognised loop: view, which is unknown here")
     }
     assert [(entry.class_name, entry.extent) for entry in jetmoe.modules] == [("JetMoeMoE", "pointwise")] * 2
 
@@ -141,7 +143,7 @@ def test_sharded(fused_mlp, mesh):
     local = group.gate_up_proj
     group.gate_up_proj = nn.Parameter(distribute_tensor(local.detach(), mesh, [Replicate()]))
     assert isinstance(group.gate_up_proj, DTensor)
-    assert why(fused_mlp, group) == "runs as it is: a weight of type DTensor"
+    assert why(fused_mlp, group) == "runs unfused: a weight of type DTensor"
     group.gate_up_proj = local
     assert error(logits(fused, ids), expected) <= BOUND
     x, index, weights = torch.randn(5, 32), torch.randint(0, 6, (5, 2)), torch.rand(5, 2)
@@ -180,7 +182,7 @@ def test_expert_parallel(fused_mlp, mesh):
     assert {(entry.class_name, entry.reason) for entry in report.modules} == {
         (
             "MixtralExperts",
-            "has a forward of its own (from transformers.distributed.expert_parallel); "
+            "its forward is overridden on the instance (from transformers.distributed.expert_parallel); "
             'load it with experts_implementation="fused_mlp"',
         )
     }
@@ -209,7 +211,7 @@ def test_global_state(fused_mlp, device, monkeypatch):
         assert torch.equal(logits(fused, ids), logits(model, ids))
     monkeypatch.setattr(nn.functional, "linear", lambda x, weight, bias=None: torch.zeros_like(x @ weight.t()))
     assert torch.equal(logits(fused, ids), logits(model, ids))
-    assert why(fused_mlp, first(fused)) == "runs as it is: a patched torch.nn.functional.linear"
+    assert why(fused_mlp, first(fused)) == "runs unfused: a patched torch.nn.functional.linear"
 
 
 def test_copies(fused_mlp, device):
@@ -311,7 +313,7 @@ def test_a_disagreement(fused_mlp, device, monkeypatch):
     monkeypatch.setattr(verification.calls, "experts_mlp", lambda x, *_: torch.zeros_like(x))
     entries = [entry for entry in fused_mlp.fuse_mlps(model).modules if entry.class_name == "MixtralExperts"]
     assert [entry.fused for entry in entries] == [False, False]
-    assert "computes something else" in entries[0].reason
+    assert "gives a different result" in entries[0].reason
     assert type(first(model)).__dict__.get("__module__").startswith("transformers")
     monkeypatch.undo()
     report = fused_mlp.fuse_mlps(model, verify=False)

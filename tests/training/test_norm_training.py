@@ -104,7 +104,7 @@ def test_bad_operands_are_named(ops, device):
         ops.norm_forward(x, weight, None, 1e-6, 4, False)
     with pytest.raises(RuntimeError, match="grad differs in shape"):
         ops.norm_backward(x[:2], x, weight, statistics, None, None, 0.0, RMS, 3)
-    with pytest.raises(RuntimeError, match="statistics must be those of the forward"):
+    with pytest.raises(RuntimeError, match="statistics must be those that the forward returned"):
         ops.norm_backward(x, x, weight, statistics, None, None, 0.0, LAYER, 3)
 
 

@@ -127,7 +127,7 @@ def test_bad_operands_are_named(ops, device):
     with pytest.raises(RuntimeError, match="kept must be the mask"):
         ops.norm_backward(x, total, weight, statistics, None, torch.ones(3, device=device) > 0, 0.1, LAYER, 9)
     if DROPS:
-        with pytest.raises(RuntimeError, match="x must be contiguous where it is dropped"):
+        with pytest.raises(RuntimeError, match="x must be contiguous if dropout is applied to it"):
             ops.sum_norm_forward(x.t(), x.t(), weight[:4], None, 1e-6, LAYER, 0.5)
     else:
         with pytest.raises(RuntimeError, match="dropout must be 0 in this build"):
@@ -235,12 +235,12 @@ def test_explained(fused_mlp, device, monkeypatch, drops):
     _, fused, _ = pair(fused_mlp, device, TYPES["bert"][0])
     end = fused.bert.encoder.layer[0].attention.output
     end.dropout.p = 0.3
-    assert ("trained from 100 rows on" in str(fused_mlp.explain(end))) == drops
+    assert ("fused in training with at least 100 rows" in str(fused_mlp.explain(end))) == drops
     assert ("active in training" in str(fused_mlp.explain(end))) != drops
     end.dropout.p = 1.0
     assert "active in training" in str(fused_mlp.explain(end))
     end.eval()
-    assert "rows on" not in str(fused_mlp.explain(end)) and fused_mlp.explain(end).implementation == "fused"
+    assert "at least" not in str(fused_mlp.explain(end)) and fused_mlp.explain(end).implementation == "fused"
 
 
 @pytest.mark.parametrize("frozen", ["embeddings", "LayerNorm", "dense.bias", "output", "attention", "dense.weight"])

@@ -105,7 +105,7 @@ def test_explain_says_so(fused_mlp, device):
             each.train(training)
             for name in ("enable_grad", "no_grad", "inference_mode"):
                 with getattr(torch, name)():
-                    said[training, name] = "with the bits of a call that autograd records" in str(
+                    said[training, name] = "bitwise equal to a call that autograd records" in str(
                         fused_mlp.explain(each)
                     )
         assert [case for case, is_said in said.items() if is_said] == [(True, "no_grad")]

@@ -236,7 +236,7 @@ bool unpack(PyObject* given, const char (&kinds)[kEnd], PyObject* (&arguments)[k
     PyObject* const argument = arguments[i] = PyTuple_GetItem(given, i);
     fits = kinds[i] == 'o' || (kinds[i] == 'd' ? PyDict_Check(argument) : PyTuple_Check(argument));
   }
-  if (!fits) PyErr_Format(PyExc_ValueError, "arguments must be of the kinds %s, got %R", kinds, given);
+  if (!fits) PyErr_Format(PyExc_ValueError, "arguments must have the kinds %s, got %R", kinds, given);
   return fits;
 }
 

@@ -197,5 +197,5 @@ def get_activation(name: Optional[str]) -> Activation:
         if not isinstance(name, str):
             raise TypeError(f"activation must be a string or None, got {type(name).__name__}")
         known = ", ".join(known for known in _BY_NAME if known is not None)
-        raise ValueError(f"activation {name!r} is not known; expected one of: {known}, or None")
+        raise ValueError(f"activation must be one of {known}, or None, got {name!r}")
     return found

@@ -178,7 +178,7 @@ def check_of_experts(
         if adapter is None:
             continue
         if isinstance(adapter, Adapter) and (adapter.bias is not None or adapter.dropout != 0.0):
-            raise OperandValueError(f"{name}, of experts, must have no bias and no dropout")
+            raise OperandValueError(f"{name} must have neither bias nor dropout for experts")
         of_each = weight.transpose(1, 2) if transposed else weight
         check(name, adapter, of_each, x)
 
@@ -292,7 +292,7 @@ def _unpacked(lists: Sequence[Sequence[Any]], up_first: bool) -> List[List[Any]]
     """The lists with gate and up in the place of a first layer that holds both. They share its a, without dropout."""
     weights, biases, a, b, scalings, dropouts = lists
     if weights[0].shape[0] % 2 != 0:
-        raise OperandValueError("a layer that holds gate and up must have an even number of features")
+        raise OperandValueError("a layer that holds both gate and up must have an even number of features")
     split = [[*halves(each[0], up_first), *each[1:]] for each in (weights, biases, b)]
     return [*split[:2], [a[0], *a], split[2], [scalings[0], *scalings], [0.0, *dropouts]]
 
@@ -385,10 +385,10 @@ def _draws_wide(layers: Layers, dropouts: Tuple[float, ...]) -> Optional[bool]:
 def dropout_refusal(x: Tensor, dropouts: Sequence[float], wide: Optional[bool]) -> Optional[str]:
     """The reason why dropouts in front of adapters are PyTorch's; None if an op draws the same numbers."""
     if not DROPS:
-        return "dropout in front of an adapter is PyTorch's"
+        return "no kernel applies dropout before an adapter on this device"
     if wide is None or max(dropouts) >= 1.0:
-        return "dropouts of several dtypes, or of all elements, are PyTorch's"
-    return None if x.is_contiguous() and x.numel() > 0 else "dropout of these strides is PyTorch's"
+        return "dropout in mixed dtypes or with probability 1, which no kernel supports"
+    return None if x.is_contiguous() and x.numel() > 0 else "dropout of an empty or strided x, which no kernel supports"
 
 
 DROPS = native.DEVICE_TYPE == "cuda"  # that of a CPU draws in another way
@@ -405,7 +405,7 @@ def refusal(x: Tensor, layers: Layers) -> Optional[str]:
     else:
         is_seen = training.is_followed()
     if is_seen:
-        return "torch.compile, or a mode, follows the parts"
+        return "torch.compile, a dispatch mode or saved-tensor hooks must see the separate operations"
     reason = calls.pointwise_reason(x, *layers.tensors)
     if reason is not None:
         return reason
@@ -524,9 +524,7 @@ class _Adapted(torch.autograd.Function):
 
         def by_parts() -> Tuple[Tensor, ...]:
             if x is None or [tensor._version for tensor in others] != versions:
-                raise RuntimeError(
-                    "the gradient of a call with adapters, to be differentiated, needs what was not saved"
-                )
+                raise RuntimeError("a second-order gradient of a call with adapters needs values that were not saved")
             tensors = _unpacked_weights(ctx.packed, held, ctx.dtype)
             return _composed_gradients(x, tensors, factors, masks, activation, grad, needs)
 

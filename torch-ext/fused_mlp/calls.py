@@ -150,13 +150,13 @@ def adapted_reason(given: Operands, form: experts.Form, adapters: experts.Adapte
     if autograd_follows(x, *given[2:], *factors):
         return experts_training.refusal(given, form, adapters)
     if _is_compiling() or training.is_followed():
-        return "something follows the parts"
+        return "a tracer, mode, hook or transform must see the separate operations"
     if native.DEVICE_TYPE != "cuda" or dispatch.select("experts_mlp", x) is not native or not native.is_hopper(x):
-        return "no kernel with adapters on this device"
+        return "no kernel with adapters for this device"
     if form.transposed or any(tensor is not None and tensor.dtype != x.dtype for tensor in (gate_up, down, *given[5:])):
-        return "operands that the kernels do not take"
+        return "unsupported operands"
     refused = native.experts_refusal(native.ExpertsCall(x, index, gate_up, down, form.interleaved, False))
-    return None if refused is None else "operands that the kernels do not take"
+    return None if refused is None else "unsupported operands"
 
 
 def _adapted_by_op(given: Operands, form: experts.Form, adapters: experts.Adapters) -> Optional[Tensor]:
@@ -226,7 +226,7 @@ def _experts_backend(given: Sequence[Optional[Tensor]], form: experts.Form) -> O
 def experts_reason(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *others: Optional[Tensor]) -> Optional[str]:
     """Like :func:`composition_reason` for ``experts_mlp``, whose routing tensors have other dtypes than the rest."""
     reason = pointwise_reason(top_k_index, top_k_weights) or composition_reason(x, *others)
-    return "autograd follows the parts" if reason is None and autograd_follows(top_k_weights) else reason
+    return "autograd records the separate operations" if reason is None and autograd_follows(top_k_weights) else reason
 
 
 def composition_reason(*given: Optional[Tensor]) -> Optional[str]:
@@ -236,7 +236,7 @@ def composition_reason(*given: Optional[Tensor]) -> Optional[str]:
         return reason
     x = given[0]
     if autograd_follows(*given):
-        return "autograd follows the parts"
+        return "autograd records the separate operations"
     if autocasts(x):
         dtype = torch.get_autocast_dtype(x.device.type)
         if any(tensor is not None and tensor.dtype != dtype for tensor in given):
@@ -251,13 +251,13 @@ def recording_reason(op: str, given: Tuple[Optional[Tensor], ...], activation: i
         return reason
     x = given[0]
     if any(tensor is not None and tensor.dtype != x.dtype for tensor in given):
-        return "operands of several dtypes"
+        return "operands of different dtypes"
     if not _is_compiling() and any(tensor is not None and tensor.is_inference() for tensor in given):
-        return "an operand is of inference mode, which autograd does not save"
+        return "an operand is an inference tensor, which autograd cannot save"
     recorded = training.recorded_elements(op, given, activation, memory)
     if dispatch.select(op, x, recorded) is native:
         return None
-    return f"autograd follows the parts: {dispatch.reasoned(op, x, recorded)[1]}"
+    return f"autograd records the separate operations: {dispatch.reasoned(op, x, recorded)[1]}"
 
 
 def autograd_follows(*given: Optional[Tensor]) -> bool:
@@ -281,16 +281,16 @@ def _operand_reason(*given: Optional[Tensor]) -> Optional[str]:
 
 def ambient_reason() -> Optional[str]:
     """Return the global state that has to see the parts of any call, or None."""
-    return _recorder() or ("torch.func follows the parts" if training.is_transformed() else None)
+    return _recorder() or ("torch.func transforms the separate operations" if training.is_transformed() else None)
 
 
 def _recorder() -> Optional[str]:
     if forward_ad._current_level >= 0:
-        return "forward-mode autograd follows the parts"
+        return "forward-mode autograd differentiates the separate operations"
     # An exported program outlives this process, so it must not need this build's ops; and it may be trained, which ops
     # cannot be. The flag, because torch.compiler.is_exporting() is true during any compilation in torch 2.11.
     if _tracing_state() is not None or torch.compiler._is_exporting_flag:
-        return "torch.export and torch.jit.trace record the parts"
+        return "torch.export and torch.jit.trace record the separate operations"
     return None
 
 

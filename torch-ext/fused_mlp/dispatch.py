@@ -134,7 +134,7 @@ def select(op: str, x: Tensor, recorded: Optional[int] = None) -> ModuleType:
     if forced != "auto":
         reason = _forced_refusal(forced, op, x)
         if reason is not None:
-            raise ValueError(f"backend {forced!r} is forced, and it does not take {op}: {reason}")
+            raise ValueError(f"backend {forced!r} is forced but does not support {op}: {reason}")
         return _BACKENDS[forced]
     for implementation in () if is_too_small(op, x, recorded) else _AUTO_BACKENDS:
         if implementation.refusal(op, x) is None and _reserve(op, implementation, x) is None:
@@ -193,12 +193,12 @@ def quantized_refusal(device: torch.device, dtype: torch.dtype, format: str) -> 
 def _quantized_refusal(device: torch.device, dtype: torch.dtype, format: str, is_forced: bool) -> Optional[str]:
     is_taken = device.type in QUANTIZED_DEVICES or (device.type == "cpu" and _ON_TILES and format in _ON_CPU)
     if not is_taken and not is_forced:
-        return f"on a {'CPU' if device.type == 'cpu' else device.type}, where its own product runs"
+        return f"on a {'CPU' if device.type == 'cpu' else device.type}, where its own kernel runs"
     if device.type == "cuda" and dtype == torch.float32:
-        return "that multiplies in float32"
+        return "that computes in float32"
     like = torch.empty((), dtype=dtype, device=device)
     if format == _TILES and device.type == "cuda" and not (is_forced or native.is_hopper(like)):
-        return "on a GPU that is no Hopper, where nothing was measured"
+        return "on a GPU other than Hopper, which was not measured"
     reason = native.refusal("quantized_mlp", like)
     return None if reason is None else f"with {reason}"
 
@@ -209,7 +209,7 @@ def layout_refusal(weight: Any) -> Optional[str]:
     if weight.device.type != "cpu" or is_forced():
         return None
     if width % 32 != 0 or (width % block != 0 and block % width != 0):
-        return f"of {width} features in blocks of {block}, which no kernel reads"
+        return f"with {width} inputs in blocks of {block}, which no kernel supports"
     return None
 
 
@@ -219,9 +219,9 @@ def blocked_refusal(out: int, width: int, block: Sequence[int]) -> Optional[str]
     :func:`most_blocked_rows` gives the number of rows up to which kernels run.
     """
     if width % 64 != 0 or out % 8 != 0:
-        return f"of [{out}, {width}] features, which no kernel reads"
+        return f"of shape [{out}, {width}], which no kernel supports"
     if width > block[1] and block[1] not in (128, 256, 512):
-        return f"in blocks of {block[0]} x {block[1]}, which no kernel reads"
+        return f"in blocks of {block[0]} x {block[1]}, which no kernel supports"
     return None
 
 
@@ -352,7 +352,7 @@ def reasoned(op: str, x: Tensor, recorded: Optional[int] = None) -> Tuple[str, s
         select(op, x)
         return forced, "forced by backend()"
     if is_too_small(op, x, recorded):
-        return "torch", f"autograd records fewer than {LEAST_RECORDED[x.dtype][op]} elements"
+        return "torch", f"fewer than {LEAST_RECORDED[x.dtype][op]} elements to record"
     refusals = []
     for name in _AUTO:
         reason = _BACKENDS[name].refusal(op, x)
@@ -363,7 +363,7 @@ def reasoned(op: str, x: Tensor, recorded: Optional[int] = None) -> Tuple[str, s
         refusals.append(f"not {name}: {reason}")
     return "torch", "; ".join(
         refusals
-    ) or "the Triton kernels have not been run on such GPUs: backend('triton') takes them"
+    ) or "the Triton kernels are untested on this kind of GPU: backend('triton') forces them"
 
 
 def _reserve(op: str, implementation: ModuleType, x: Tensor) -> Optional[str]:
@@ -371,7 +371,7 @@ def _reserve(op: str, implementation: ModuleType, x: Tensor) -> Optional[str]:
     if op != "experts_mlp" or not x.is_cuda:
         return None
     if implementation is native:
-        return None if native.has_experts(x) else "it has no kernels of experts for this GPU"
+        return None if native.has_experts(x) else "no experts kernels for this GPU"
     return "not measured yet"
 
 
@@ -392,5 +392,5 @@ def is_small_product(gate: Tensor) -> bool:
 
 def _forced_refusal(name: str, op: str, x: Tensor) -> Optional[str]:
     if name not in _BACKENDS:
-        return f"this build holds {native.DEVICE_TYPE or 'Triton'} kernels"
+        return f"this build has only {native.DEVICE_TYPE or 'Triton'} kernels"
     return _BACKENDS[name].refusal(op, x)

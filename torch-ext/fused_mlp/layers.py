@@ -338,9 +338,9 @@ def _alone(module: nn.Module, error: AttributeError) -> AttributeError:
     if type(module).__module__ != __name__ or name not in __all__:
         return error
     layout = f"{name}Layout"
-    stands_alone = f"; layers.{layout}(config) has weights of its own" if layout in __all__ else ""
+    stands_alone = f"; layers.{layout}(config) creates its own" if layout in __all__ else ""
     return AttributeError(
-        f"layers.{name} has no weights: it is a forward that kernels.kernelize puts into a module that has them"
+        f"layers.{name} has no weights of its own: kernels.kernelize installs its forward in a module that has them"
         f"{stands_alone} ({error})"
     )
 
@@ -348,7 +348,7 @@ def _alone(module: nn.Module, error: AttributeError) -> AttributeError:
 def _activation_function(config: Any, default: Optional[str] = None) -> Callable[[torch.Tensor], torch.Tensor]:
     name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None) or default
     if name is None:
-        raise ValueError(f"config must name its activation as hidden_act or hidden_activation, got {config!r}")
+        raise ValueError(f"config must have hidden_act or hidden_activation, got {config!r}")
     return get_activation(name).function
 
 

@@ -78,7 +78,7 @@ def check_packed_gated(
 ) -> None:
     check_linear(x, weight, bias)
     if weight.shape[0] % 2 != 0:
-        raise OperandValueError(f"weight must be [out, in] with an even out, being gated, got {shape_of(weight)}")
+        raise OperandValueError(f"weight must be [out, in] with an even out if gated, got {shape_of(weight)}")
     if second_weight is not None:
         hidden = weight.shape[0] // 2
         _check_projection(x, "weight", hidden, "second_weight", second_weight, "second_bias", second_bias)
@@ -114,13 +114,13 @@ def check_experts_mlp(
     in_dim, out_dim = (1, 2) if transposed else (2, 1)
     if gate_up_weight.dim() != 3 or gate_up_weight.shape[in_dim] != x.shape[-1] or gate_up_weight.shape[0] == 0:
         raise OperandValueError(
-            f"gate_up_weight must be {layout} with in = {x.shape[-1]} to fit x, and an expert at least, "
+            f"gate_up_weight must be {layout} with in = {x.shape[-1]} to fit x and at least one expert, "
             f"got {shape_of(gate_up_weight)}"
         )
     experts, hidden = gate_up_weight.shape[0], gate_up_weight.shape[out_dim]
     if gated and hidden % 2 != 0:
         raise OperandValueError(
-            f"gate_up_weight must be {layout} with an even out, being gated, got {shape_of(gate_up_weight)}"
+            f"gate_up_weight must be {layout} with an even out if gated, got {shape_of(gate_up_weight)}"
         )
     hidden = hidden // 2 if gated else hidden
     if down_weight.dim() != 3 or down_weight.shape[0] != experts or down_weight.shape[in_dim] != hidden:
@@ -137,7 +137,7 @@ def check_experts_mlp(
                     f"{name}_bias must be [{experts}, {features}] to fit {name}_weight, got {shape_of(bias)}"
                 )
     if not gated and (interleaved or limit is not None or up_offset != 0):
-        raise OperandValueError("interleaved, limit and up_offset must be left out where gated is False")
+        raise OperandValueError("interleaved, limit and up_offset must not be given if gated is False")
     if limit is not None and not limit > 0:
         raise OperandValueError(f"limit must be positive or None, got {limit}")
 
@@ -149,11 +149,11 @@ def _check_routing(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Non
         if tensor.device != x.device:
             raise OperandValueError(f"{name} must be on the device of x, {x.device}, got {tensor.device}")
     if top_k_index.dtype not in _INDEX_DTYPES:
-        raise OperandTypeError(f"top_k_index must be of a signed integer dtype, got {top_k_index.dtype}")
+        raise OperandTypeError(f"top_k_index must have a signed integer dtype, got {top_k_index.dtype}")
     _check_tensor("top_k_weights", top_k_weights)
     if top_k_index.dim() != x.dim() or top_k_index.shape[:-1] != x.shape[:-1] or x.dim() < 2:
         raise OperandValueError(
-            f"top_k_index must be [tokens, k] and x [tokens, in], of the same leading dimensions, "
+            f"top_k_index must be [tokens, k] and x [tokens, in], with the same leading dimensions, "
             f"got {shape_of(top_k_index)} and {shape_of(x)}"
         )
     if top_k_weights.shape != top_k_index.shape:
@@ -184,7 +184,7 @@ def narrows_float32() -> bool:
     return _precision("mkldnn", "matmul") == "bf16"
 
 
-NARROWED = "products of float32 that torch computes in bfloat16, as it is set to"
+NARROWED = "float32 GEMMs that torch is set to compute in bfloat16"
 
 _precision = torch._C._get_fp32_precision_getter
 narrows_float32._dynamo_marked_constant = True  # as torch.compiler.assume_constant_result would, which imports Dynamo
@@ -205,10 +205,10 @@ def _check_tensor(name: str, tensor: Tensor) -> None:
         raise OperandTypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.is_nested and tensor.layout == torch.strided:
         raise OperandTypeError(
-            f"{name} must be a tensor of one shape, or jagged, got a nested tensor of layout torch.strided"
+            f"{name} must be a regular or jagged tensor, got a nested tensor with layout torch.strided"
         )
     if not tensor.dtype.is_floating_point:
-        raise OperandTypeError(f"{name} must be of a floating dtype, got {tensor.dtype}")
+        raise OperandTypeError(f"{name} must have a floating-point dtype, got {tensor.dtype}")
 
 
 def _check_input(x: Tensor) -> None:

@@ -87,13 +87,13 @@ struct AdaptedLayers {
                 const std::vector<OptionalTensor>& a, const std::vector<OptionalTensor>& b,
                 const std::vector<double>& scalings, const std::vector<double>& dropouts, bool gated) {
     const size_t least = gated ? 2 : 1, count = weights.size();
-    STD_TORCH_CHECK(count == least || count == least + 1, "weights must have an element for each layer");
+    STD_TORCH_CHECK(count == least || count == least + 1, "weights must have one element per layer");
     STD_TORCH_CHECK(biases.size() == count && a.size() == count && b.size() == count && scalings.size() == count &&
                         dropouts.size() == count,
-                    "biases, a, b, scalings and dropouts must have as many elements as weights");
+                    "biases, a, b, scalings and dropouts must have the same number of elements as weights");
     const auto layer = [&](size_t i) {
-      STD_TORCH_CHECK(a[i].has_value() == b[i].has_value(), "an adapter has both a and b");
-      STD_TORCH_CHECK(dropouts[i] >= 0 && dropouts[i] < 1, "a dropout must be at least 0 and less than 1");
+      STD_TORCH_CHECK(a[i].has_value() == b[i].has_value(), "an adapter must have both a and b");
+      STD_TORCH_CHECK(dropouts[i] >= 0 && dropouts[i] < 1, "dropouts must be at least 0 and less than 1");
       return AdaptedLayer{weights[i], biases[i], a[i], b[i], scalings[i], a[i] ? dropouts[i] : 0};
     };
     first = layer(0);
@@ -103,13 +103,13 @@ struct AdaptedLayers {
 
   // Quantised weights, each with its position among the layers that exist.
   void take(const std::vector<QuantizedWeight>& packed, const std::vector<int64_t>& places) {
-    STD_TORCH_CHECK(places.size() == packed.size(), "a quantised weight must have a place");
+    STD_TORCH_CHECK(places.size() == packed.size(), "places must have one element per quantised weight");
     for (size_t i = 0; i < packed.size(); ++i) {
       const bool is_up = up && places[i] == 1;
       std::optional<AdaptedLayer>& layer = places[i] == 0 ? first : is_up ? up : second;
       const PackedWeight& weight = packed[i].packed;
       STD_TORCH_CHECK(layer && layer->weight.size(0) == weight.n && layer->weight.size(1) == weight.k,
-                      "a quantised weight must have the shape of its layer's");
+                      "a quantised weight must have the shape of its layer's weight");
       layer->packed = &weight;
     }
   }
@@ -118,7 +118,8 @@ struct AdaptedLayers {
     check_activation(activation);
     check_layer(*first, x.dim() > 0 ? x.size(-1) : -1, x);
     if (up) check_layer(*up, x.size(-1), x);
-    STD_TORCH_CHECK(!up || up->weight.size(0) == first->weight.size(0), "gate and up must have as many features");
+    STD_TORCH_CHECK(!up || up->weight.size(0) == first->weight.size(0),
+                    "gate and up must have the same number of features");
     if (second) check_layer(*second, first->weight.size(0), x);
   }
 
@@ -132,23 +133,25 @@ struct AdaptedLayers {
       check(*x, activation);
     } else {
       const auto of_first = [&](int operand) { return (needs >> operand & 3) != 0; };
-      STD_TORCH_CHECK(kept.gate || (is_linear(activation) && !second), "x must be there where gate is not");
-      STD_TORCH_CHECK(!of_first(kOfWeights) && !of_first(kOfA), "x must be there for the gradient of a weight");
+      STD_TORCH_CHECK(kept.gate || (is_linear(activation) && !second), "x is required if gate is not given");
+      STD_TORCH_CHECK(!of_first(kOfWeights) && !of_first(kOfA), "x is required for the gradient of a weight");
     }
     const auto needed = [&](int operand, int layer) { return (needs >> (operand + layer) & 1) != 0; };
     for (int i = 0; i < kMostLayers; ++i) {
       const std::optional<AdaptedLayer>& layer = at(i);
       const bool adapter = needed(kOfA, i) || needed(kOfB, i);
-      STD_TORCH_CHECK(layer || !(adapter || needed(kOfWeights, i) || needed(kOfBiases, i)), "there is no such layer");
-      STD_TORCH_CHECK(!adapter || layer->a, "there is no such adapter");
+      STD_TORCH_CHECK(layer || !(adapter || needed(kOfWeights, i) || needed(kOfBiases, i)),
+                      "gradients are requested of a layer that does not exist");
+      STD_TORCH_CHECK(!adapter || layer->a, "gradients are requested of an adapter that does not exist");
       const OptionalTensor& rows = i == 2 ? kept.second_rows : kept.first_rows;
-      STD_TORCH_CHECK(rows || !needed(kOfB, i), "rows must be there for the gradient of b");
-      STD_TORCH_CHECK(!layer || layer->dropout == 0 || kept.masks[i], "the mask of a dropout must be there");
+      STD_TORCH_CHECK(rows || !needed(kOfB, i), "rows are required for the gradient of b");
+      STD_TORCH_CHECK(!layer || layer->dropout == 0 || kept.masks[i], "the mask of a dropout is required");
     }
     const bool adapted = first->a || (up && up->a);
-    STD_TORCH_CHECK(kept.first_rows || kept.gate || !adapted, "rows must be there where gate is not");
-    STD_TORCH_CHECK(!kept.gate || kept.up.has_value() == up.has_value(), "gate and up must both be there, or neither");
-    STD_TORCH_CHECK(!kept.gate || !is_linear(activation), "gate must be left out where there is no activation");
+    STD_TORCH_CHECK(kept.first_rows || kept.gate || !adapted, "rows are required if gate is not given");
+    STD_TORCH_CHECK(!kept.gate || kept.up.has_value() == up.has_value(),
+                    "gate and up must be given together or not at all");
+    STD_TORCH_CHECK(!kept.gate || !is_linear(activation), "gate must not be given if there is no activation");
   }
 
   // The masks for the layers that exist.

@@ -44,7 +44,7 @@ struct FirstLayer {
       : weight(weight), up_weight(up_weight), bias(bias), up_bias(up_bias) {
     if (!up_first) return;
     STD_TORCH_CHECK(weight.dim() == 2 && weight.size(0) % 2 == 0, "weight must be [2 * hidden, in]");
-    STD_TORCH_CHECK(!up_weight && !up_bias, "up_weight and up_bias must be left out where weight holds both");
+    STD_TORCH_CHECK(!up_weight && !up_bias, "up_weight and up_bias must not be given if weight holds both");
     STD_TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == weight.size(0)), "bias must be [2 * hidden]");
     const int64_t features = weight.size(0) / 2;
     const auto half = [&](bool second) {
@@ -89,14 +89,15 @@ inline void check_backward(const Tensor& grad, const OptionalTensor& x, const Op
   check_rows(gate, "gate", grad, up_first ? 2 * hidden : hidden);
   if (up) check_rows(*up, "up", grad, hidden);
   if (x) check_rows(*x, "x", grad, std::nullopt);
-  STD_TORCH_CHECK(x || !(needs(kWeight) || needs(kUpWeight)), "x must be there for the gradient of a weight");
-  STD_TORCH_CHECK(!(up && up_first), "up must be left out where weight holds both");
+  STD_TORCH_CHECK(x || !(needs(kWeight) || needs(kUpWeight)), "x is required for the gradient of a weight");
+  STD_TORCH_CHECK(!(up && up_first), "up must not be given if weight holds both");
   STD_TORCH_CHECK(up || up_first || needs.up_alone() || !(up_weight || needs.up()),
-                  "up must be there for other gradients than up's");
+                  "up is required for gradients other than its own");
   if (second_weight) check_weight(*second_weight, "second_weight", hidden, grad);
-  STD_TORCH_CHECK(second_weight || !(needs(kSecondWeight) || needs(kSecondBias)), "second_weight must be there");
+  STD_TORCH_CHECK(second_weight || !(needs(kSecondWeight) || needs(kSecondBias)),
+                  "second_weight is required for its gradient or that of its bias");
   if (!needs(kX)) return;
-  STD_TORCH_CHECK(weight && (!up || up_weight), "weight and up_weight must be there for the gradient of x");
+  STD_TORCH_CHECK(weight && (!up || up_weight), "weight and up_weight are required for the gradient of x");
   const int64_t in = x ? x->size(-1) : weight->dim() == 2 ? weight->size(1) : 0;
   const auto check = [&](const Tensor& weight, const char* name, int64_t out) {
     check_weight(weight, name, in, grad);
@@ -449,7 +450,7 @@ std::vector<Tensor> gradients(const Tensor& grad, const OptionalTensor& x, const
                               const OptionalTensor& up, int64_t activation, int64_t needs, std::optional<bool> up_first,
                               bool in_place) {
   if (!gate) {
-    STD_TORCH_CHECK(x && weight, "x and weight must be there where gate is not");
+    STD_TORCH_CHECK(x && weight, "x and weight are required if gate is not given");
     const FirstLayer first(*weight, up_weight, bias, up_bias, up_first);
     check_training(*x, first, second_weight, std::nullopt, activation);
     check_rows(grad, "grad", *x, (second_weight ? *second_weight : first.weight).size(0));

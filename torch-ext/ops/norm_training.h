@@ -68,7 +68,7 @@ std::vector<Tensor> sum_normed(const Tensor& x, const Tensor& residual, const Bl
   check_norm_alone(given, x);
   check_same_shape(residual, "residual", x);
   STD_TORCH_CHECK(dropout >= 0 && dropout < 1, "dropout must be at least 0 and less than 1, not ", dropout);
-  STD_TORCH_CHECK(dropout == 0 || x.is_contiguous(), "x must be contiguous where it is dropped");
+  STD_TORCH_CHECK(dropout == 0 || x.is_contiguous(), "x must be contiguous if dropout is applied to it");
   OptionalTensor dropped, kept;
   if (dropout > 0 && x.numel() > 0) std::tie(dropped, kept) = Backend::drop(x, dropout);
   const TensorRows rows(dropped ? *dropped : x), others(residual);
@@ -101,7 +101,7 @@ std::vector<Tensor> norm_gradients(const Tensor& grad, const Tensor& x, const Op
                       statistics.size(1) == rows.rows && statistics.is_contiguous() &&
                       statistics.scalar_type() == torch::headeronly::ScalarType::Float &&
                       statistics.device() == x.device(),
-                  "statistics must be those of the forward");
+                  "statistics must be those that the forward returned");
   const RowFeatures weights(weight, x);
   const Norm norm{static_cast<NormKind>(kind), weights.get(), kNoFeatures, 0.0f, Residual::kNone, 1.0f};
   std::optional<TensorRows> others;
@@ -117,12 +117,12 @@ std::vector<Tensor> norm_gradients(const Tensor& grad, const Tensor& x, const Op
   if (kept) {
     STD_TORCH_CHECK(kept->is_contiguous() && kept->scalar_type() == torch::headeronly::ScalarType::Bool &&
                         kept->numel() == x.numel() && kept->device() == x.device(),
-                    "kept must be the mask of the forward");
+                    "kept must be the mask that the forward returned");
   }
   STD_TORCH_CHECK(Backend::kSums || !(kept || wanted.dropped || wanted.dropped_bias),
-                  "gradients in front of a dropout are for GPUs alone");
+                  "gradients before a dropout are supported on GPUs only");
   STD_TORCH_CHECK(!residual_grad || !(kept || wanted.dropped || wanted.dropped_bias),
-                  "residual_grad must be None where gradients in front of a dropout are asked for");
+                  "residual_grad must be None if gradients before a dropout are requested");
   Backend::gradients(rows, grads, others ? &*others : nullptr, norm, statistics, kept, dropout, wanted);
   std::vector<Tensor> found;
   for (const OptionalTensor* each : {&wanted.x, &wanted.weight, &wanted.bias, &wanted.dropped, &wanted.dropped_bias}) {

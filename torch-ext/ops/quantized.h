@@ -83,28 +83,30 @@ struct QuantizedWeight {
   void check() const {
     const PackedWeight& w = packed;
     STD_TORCH_CHECK(w.n >= 0 && w.k >= 0 && w.block_rows > 0 && w.block > 0,
-                    "layout must be [out, in, block_rows, block, nested_block], blocks positive");
+                    "layout must be [out, in, block_rows, block, nested_block] with positive blocks");
     if (w.in_tiles()) {
       STD_TORCH_CHECK(w.block_rows == 1 && w.k % 8 == 0 && w.block % 32 == 0 && w.nested_block >= w.k &&
                           w.nested_block % w.block == 0 && w.nested_block % Tiles::kColumns == 0,
-                      "a weight of int4 in tiles must have columns of multiples of 8, in groups of multiples of 32");
+                      "a tiled int4 weight must have in a multiple of 8 and groups a multiple of 32");
       const auto is_at = [](const void* data, uintptr_t bytes) {
         return reinterpret_cast<uintptr_t>(data) % bytes == 0;
       };
-      STD_TORCH_CHECK(is_at(w.data, 16) && is_at(w.scales, 4), "a weight of int4 in tiles must be aligned to 16 bytes");
+      STD_TORCH_CHECK(is_at(w.data, 16) && is_at(w.scales, 4), "a tiled int4 weight must be aligned to 16 bytes");
       const Tiles tiles(w);
       check_operand(data, "data", ScalarType::Int, tiles.words());
       check_operand(scales, "scales", ScalarType::BFloat16, w.nested_block / w.block * tiles.n * 2);
-      STD_TORCH_CHECK(!code && !nested_scales && !nested_code, "a weight of such a format has data and scales alone");
+      STD_TORCH_CHECK(!code && !nested_scales && !nested_code,
+                      "a weight in this format must have only data and scales");
       return;
     }
     if (w.blocked()) {
       const bool int4 = w.coding == Coding::kInt4, int8 = w.coding == Coding::kInt8;
       check_operand(data, "data", int4 || int8 ? data.scalar_type() : ScalarType::Float8_e4m3fn, w.bytes());
       check_operand(scales, "scales", ScalarType::Float, w.blocks());
-      STD_TORCH_CHECK(!code && !nested_scales && !nested_code, "a weight of such a format has data and scales alone");
-      STD_TORCH_CHECK(!int4 || w.k % 2 == 0, "a weight of int4 must have an even number of columns, not ", w.k);
-      STD_TORCH_CHECK(!int8 || w.nested_block > 0, "scales of int8 must have a positive divisor");
+      STD_TORCH_CHECK(!code && !nested_scales && !nested_code,
+                      "a weight in this format must have only data and scales");
+      STD_TORCH_CHECK(!int4 || w.k % 2 == 0, "an int4 weight must have an even number of columns, not ", w.k);
+      STD_TORCH_CHECK(!int8 || w.nested_block > 0, "int8 scales must have a positive divisor");
       return;
     }
     check_operand(data, "data", ScalarType::Byte, w.bytes());
@@ -113,16 +115,17 @@ struct QuantizedWeight {
     STD_TORCH_CHECK(nested_scales.has_value() == nested_code.has_value(),
                     "a quantised weight must have both nested_scales and nested_code, or neither");
     if (!nested_scales) return;
-    STD_TORCH_CHECK(w.nested_block > 0, "nested_block must be positive where scales are nested");
+    STD_TORCH_CHECK(w.nested_block > 0, "nested_block must be positive if scales are nested");
     check_operand(*nested_scales, "nested_scales", ScalarType::Float, ceil_div(w.blocks(), w.nested_block));
     check_operand(*nested_code, "nested_code", ScalarType::Float, 256);
   }
 
   void check_operand(const Tensor& operand, const char* name, ScalarType dtype, int64_t elements) const {
-    STD_TORCH_CHECK(operand.scalar_type() == dtype, name, " of a quantised weight is not of the dtype it must be");
+    STD_TORCH_CHECK(operand.scalar_type() == dtype, name, " of a quantised weight has the wrong dtype for its format");
     STD_TORCH_CHECK(operand.numel() == elements && operand.is_contiguous(), name, " of a quantised weight must be ",
-                    elements, " adjacent elements, not ", operand.numel());
-    STD_TORCH_CHECK(operand.device() == data.device(), name, " of a quantised weight is not on the device of its data");
+                    elements, " contiguous elements, not ", operand.numel());
+    STD_TORCH_CHECK(operand.device() == data.device(), name,
+                    " of a quantised weight must be on the device of its data");
   }
 };
 
@@ -143,7 +146,7 @@ struct QuantizedLayers {
       : gated(gated) {
     check_activation(activation);
     const size_t least = gated ? 2 : 1, count = offsets.size();
-    STD_TORCH_CHECK(count == least || count == least + 1, "offsets must have an element for each layer");
+    STD_TORCH_CHECK(count == least || count == least + 1, "offsets must have one element per layer");
     STD_TORCH_CHECK(weights.size() == count * QuantizedWeight::kOperands &&
                         layouts.size() == count * QuantizedWeight::kSizes && biases.size() == count,
                     "weights, layouts and biases must have 5, 5 and 1 elements for each of ", count, " layers");
@@ -151,16 +154,16 @@ struct QuantizedLayers {
     for (size_t i = 0; i < count; ++i) {
       all.push_back({{weights, layouts, offsets[i], i}, biases[i]});
       const PackedWeight& weight = all[i].weight.packed;
-      STD_TORCH_CHECK(all[i].weight.data.device() == x.device(), "a quantised weight is not on the device of x");
+      STD_TORCH_CHECK(all[i].weight.data.device() == x.device(), "a quantised weight must be on the device of x");
       const int64_t in = i < least ? x.size(-1) : all[0].weight.packed.n;
-      STD_TORCH_CHECK(weight.k == in, "a quantised weight must be [out, in], in being ", in, ", not ", weight.k);
+      STD_TORCH_CHECK(weight.k == in, "a quantised weight must be [out, in] with in = ", in, ", not ", weight.k);
       if (!biases[i]) continue;
       check_same_kind(*biases[i], "bias", x);
-      STD_TORCH_CHECK(biases[i]->dim() == 1 && biases[i]->size(0) == weight.n, "bias must be [out], as in its weight");
+      STD_TORCH_CHECK(biases[i]->dim() == 1 && biases[i]->size(0) == weight.n, "bias must be [out] to fit its weight");
       if (weight.n > 1 && biases[i]->stride(0) != 1) all[i].bias = torch::stable::contiguous(*biases[i]);
     }
     STD_TORCH_CHECK(!gated || all[0].weight.packed.n == all[1].weight.packed.n,
-                    "gate and up must have as many features");
+                    "gate and up must have the same number of features");
   }
 
   const QuantizedLayer& first() const { return all[0]; }

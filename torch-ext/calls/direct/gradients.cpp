@@ -49,7 +49,7 @@ enum BlockInput : Py_ssize_t { kResidual = kOperands, kNormWeight, kNormBias, kB
 // The arguments of a function; false where there are not so many.
 template <size_t kCount>
 bool unpack(PyObject* given, PyObject* (&of)[kCount]) {
-  if (PyTuple_Size(given) != kCount) PyErr_Format(PyExc_TypeError, "%R are not %d arguments", given, int{kCount});
+  if (PyTuple_Size(given) != kCount) PyErr_Format(PyExc_TypeError, "expected %d arguments, got %R", int{kCount}, given);
   for (size_t i = 0; i < kCount; ++i) of[i] = PyErr_Occurred() ? nullptr : PyTuple_GetItem(given, i);
   return !PyErr_Occurred();
 }

@@ -23,19 +23,19 @@ def refusal(
     """The reason why a call that autograd follows, of plain tensors, is not one op each way; None if it is."""
     x, index, _, gate_up, down, *biases = given
     if adapters != experts.NO_ADAPTERS if _is_compiling() else training.is_transformed() or training.is_followed():
-        return "something follows the parts"
+        return "a tracer, mode, hook or transform must see the separate operations"
     if native.DEVICE_TYPE != "cuda" or dispatch.select("experts_mlp", x) is not native:
-        return "no kernel that trains on this device"
+        return "no training kernel for this device"
     if adapters != experts.NO_ADAPTERS and not native.is_hopper(x):
-        return "no kernel that trains adapters on this device"
+        return "no training kernel with adapters for this device"
     others = (tensor.dtype for tensor in (gate_up, down, *biases) if tensor is not None)
     if x.dtype not in (torch.bfloat16, torch.float16) or any(dtype != x.dtype for dtype in others):
-        return "operands of other dtypes"
+        return "operands that are not all bfloat16 or all float16"
     if x.dim() != 2 or index.dim() != 2 or gate_up.dim() != 3 or down.dim() != 3:
-        return "operands of other shapes"
+        return "operands with unsupported shapes"
     inner, outer = (1, 2) if form.transposed else (2, 1)
     if down.shape[outer] != gate_up.shape[inner]:
-        return "experts of other outputs than inputs"
+        return "experts with different input and output sizes"
     call = native.ExpertsCall(x, index, gate_up, down, form.interleaved, form.transposed, trained=True)
     refused = native.experts_refusal(call)
     if refused == "odd_features" and adapters == experts.NO_ADAPTERS and native.is_hopper(x):

@@ -43,7 +43,7 @@ def gains(x: Tensor, weight: Tensor) -> bool:
 def refusal(weight: Tensor) -> Optional[str]:
     """The reason why such a weight is left to torch; None if it is not."""
     if not weight.is_cuda or not native.is_hopper(weight):
-        return "on a device where nothing was measured"
+        return "on a device that was not measured"
     return None if weight.dtype in _DTYPES else f"in {weight.dtype}"
 
 

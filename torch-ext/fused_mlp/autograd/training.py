@@ -109,7 +109,7 @@ def refusal(op: str, activation: int) -> Optional[str]:
     """
     is_left = op == "linear" and (native.DEVICE_TYPE != "cpu" or activation not in _WITH_INPUT_KEPT)
     is_left = is_left or activation == NO_ACTIVATION
-    return "autograd follows the parts" if op not in _NAMES or is_left else None
+    return "autograd records the separate operations" if op not in _NAMES or is_left else None
 
 
 def kept(op: str, given: Operands, memory: str) -> Tuple[Tuple[str, ...], int]:
@@ -318,7 +318,7 @@ def gradients(
     def composed_after_the_op() -> Tuple[Tensor, ...]:
         found = composed()
         if alone or is_lost:
-            raise RuntimeError("a function of torch failed when the values that its gradients need were overwritten")
+            raise RuntimeError("a torch function failed after the values that the gradients need were overwritten")
         return found
 
     if is_seen or is_lost:

@@ -61,7 +61,7 @@ plain_modules = getattr(_ops, ops.name)
 def refusal(op: str, x: Tensor) -> Optional[str]:
     """Return why no compiled op takes a call on ``x``: its device, its dtype, or a GPU the build has no code for."""
     if not (x.is_cuda if DEVICE_TYPE == "cuda" else x.is_cpu):  # several times as fast as comparing x.device.type
-        return f"this build holds {DEVICE_TYPE} kernels and x is on {x.device.type}"
+        return f"this build has {DEVICE_TYPE} kernels, but x is on {x.device.type}"
     if x.dtype not in _DTYPES:
         return f"no {DEVICE_TYPE} kernel for {x.dtype}"
     if DEVICE_TYPE == "cpu":
@@ -191,7 +191,7 @@ def _gpu_refusal(device_index: int) -> Optional[str]:
             return None
         if arch.endswith("+PTX") and (major, minor) > (arch_major, arch_minor):
             return None
-    return f"GPU of compute capability {major}.{minor}, built for {', '.join(BUILT_FOR['archs'])}"
+    return f"GPU of compute capability {major}.{minor}, but this build is for {', '.join(BUILT_FOR['archs'])}"
 
 
 _cached_gpu_refusal = functools.cache(_gpu_refusal)
@@ -225,8 +225,8 @@ def plan_training(given: Sequence[Optional[Tensor]], activation: int, keep: bool
     layers = [first] if keep else []
     record = ops.plan_training.default(*given[:6], activation, keep)
     if DEVICE_TYPE == "cpu":
-        return tuple(part for part in plans.parsed(record, [*layers, "products of the backward"]) if part.fused)
-    layers += ["gradients before the activation"] if second_weight is not None else []
+        return tuple(part for part in plans.parsed(record, [*layers, "backward GEMMs"]) if part.fused)
+    layers += ["pre-activation gradients"] if second_weight is not None else []
     layers += ["gradient of x"] if up_weight is not None else []
     return plans.parsed(record, layers)
 

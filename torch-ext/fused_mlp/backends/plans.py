@@ -9,28 +9,28 @@ from typing import Dict, Optional, Sequence, Tuple
 # Why a layer is left to torch's GEMM, by the codes of plan.h.
 REFUSALS: Dict[str, str] = {
     "gpu": "no fused GEMM for this GPU",
-    "instruction_set": "this CPU has no AMX, or FUSED_MLP_CPU_ISA caps it",
+    "instruction_set": "no AMX on this CPU, or FUSED_MLP_CPU_ISA excludes it",
     "float32": "no fused GEMM for float32",
     "empty": "an empty operand",
     "too_large": "a dimension of 2^31 or more",
     "odd_features": "features not a multiple of 8",
-    "odd_inputs": "transposed weights, whose inputs are not a multiple of 64",
+    "odd_inputs": "transposed weights with inputs that are not a multiple of 64",
     "unaligned_rows": "rows that overlap or are not aligned to 16 bytes",
     "column_major_weight": "a weight that is not row-major",
     "strided_bias": "a strided bias",
     "unaligned_bias": "a bias not aligned to 4 bytes",
-    "many_experts": "more experts, or more choices of them, than the kernels are for",
-    "many_rows": "transposed weights, and more than 32 rows an expert",
-    "torch_is_faster": "by what was measured on such a GPU, torch's GEMM is estimated to be faster",
-    "torch_by_model": "by a model of this GPU, not a measurement, the fused GEMM would not be faster",
-    "low_rank": "no fused GEMM of this GPU adds an adapter's product",
+    "many_experts": "more experts, or more routed rows, than the kernels support",
+    "many_rows": "transposed weights with more than 32 rows per expert",
+    "torch_is_faster": "torch's GEMM is estimated to be faster, from measurements on this kind of GPU",
+    "torch_by_model": "a performance model of this GPU, not a measurement, predicts that torch's GEMM is as fast",
+    "low_rank": "no fused GEMM for this GPU adds an adapter's product",
 }
 
 _SCHEDULES = {
-    "ping_pong": "each warpgroup's epilogue runs during the other's products",
+    "ping_pong": "each warpgroup's epilogue overlaps the other's GEMM",
     "cooperative": "all warps share each tile",
-    "swapped": "tiles of a height that fills the chip",
-    "swapped_half_rows": "tiles of a height that fills the chip",
+    "swapped": "tile height chosen to fill the GPU",
+    "swapped_half_rows": "tile height chosen to fill the GPU",
 }
 _VECTORS = ("avx2", "avx512", "avx512_bf16")
 _TORCH = {None: "torch's GEMM", "epilogue": "torch's GEMM with the activation in its epilogue"}
@@ -69,33 +69,33 @@ class Part:
         if self.implementation == "decoded":
             return "decoded first" + ("" if self.refusal is None else f": {REFUSALS[self.refusal]}")
         if self.implementation == "quantized" and self.kernel == "scaled":
-            split = f", k split in {self.split_k}" if self.split_k > 1 else ""
-            return f"read packed: x rounded to FP8, products of FP8 in tiles of {self.block_m} rows{split}"
+            split = f", split-k {self.split_k}" if self.split_k > 1 else ""
+            return f"read packed: x rounded to FP8, FP8 GEMM in tiles of {self.block_m} rows{split}"
         if self.implementation == "quantized" and self.kernel == "amx":
-            return "read packed: the weights are decoded on their way to AMX tiles"
+            return "read packed: weights decoded on the fly for AMX tiles"
         if self.implementation == "quantized" and self.kernel in _VECTORS:
-            return f"read packed: few rows, the weights are decoded in registers, in {self.kernel}"
+            return f"read packed: few rows, weights decoded in registers by an {self.kernel} kernel"
         if self.implementation == "quantized":
-            how = "stream" if self.kernel == "streamed" else "are decoded on their way"
-            split = f", k split in {self.split_k}" if self.split_k > 1 else ""
-            return f"read packed: the weights {how} past tiles of {self.block_m} rows{split}"
+            how = "streamed" if self.kernel == "streamed" else "decoded on the fly"
+            split = f", split-k {self.split_k}" if self.split_k > 1 else ""
+            return f"read packed: weights {how}, tiles of {self.block_m} rows{split}"
         if self.implementation == "torch":
             return f"{self._torch_way()}: {REFUSALS[self.refusal]}"
         if self.implementation == "amx":
             return "GEMMs on AMX tiles" if self.kernel == "matmul" else "fused GEMM on AMX tiles"
         if self.implementation in _VECTORS and self.kernel == "matmul":
             pointwise = f" and {self.pointwise} pointwise kernels" if self.pointwise else ""
-            return f"GEMMs of our own in {self.implementation}{pointwise}"
+            return f"this package's {self.implementation} GEMMs{pointwise}"
         if self.implementation in _VECTORS:
-            return f"few rows, the weights stream past them, in {self.implementation}"
-        split = f", k split in {self.split_k}" if self.split_k > 1 else ""
-        basis = "; chosen by a model of this GPU, not a measurement" if self.basis == "model" else ""
+            return f"few rows, weights streamed by an {self.implementation} kernel"
+        split = f", split-k {self.split_k}" if self.split_k > 1 else ""
+        basis = "; chosen by a performance model of this GPU, not a measurement" if self.basis == "model" else ""
         if self.kernel == "grouped":
-            how = f"few rows an expert, the weights of those chosen stream past tiles of at most {self.block_m}{split}"
+            how = f"few rows per expert, the chosen weights streamed, tiles of at most {self.block_m} rows{split}"
         elif self.kernel == "grouped_tiled":
-            how = f"rows sorted by expert, in tiles of at most {self.block_m}, each as high as its expert's rows need"
+            how = f"rows sorted by expert, in tiles of at most {self.block_m} rows, fitted to each expert"
         elif self.kernel == "streamed":
-            how = f"few rows, the weights stream past tiles of {self.block_m}{split}"
+            how = f"few rows, weights streamed, tiles of {self.block_m} rows{split}"
         else:
             how = f"tiles of {self.block_m} x {self.block_n}{split}, {_SCHEDULES[self.schedule]}"
         return f"fused {self.implementation} GEMM: {how}{basis}"
@@ -123,9 +123,9 @@ class Kept:
     def __str__(self) -> str:
         gemms = "".join(f"; {part.layer}: {part}" for part in self.gemms)
         if not self.names:
-            return f"keeps nothing but the operands, and makes the rest again{gemms}"
+            return f"saves only the operands and recomputes the rest{gemms}"
         before = "" if self.names == ("hidden",) else " before the activation"
-        return f"keeps {' and '.join(self.names)}{before}, {self.bytes / 2**20:.1f} MiB{gemms}"
+        return f"saves {' and '.join(self.names)}{before}, {self.bytes / 2**20:.1f} MiB{gemms}"
 
 
 def parsed(record: str, layers: Sequence[str]) -> Tuple[Part, ...]:

@@ -16,7 +16,7 @@ plain_modules = None
 
 def refusal(op: str, x: Tensor) -> Optional[str]:
     """Return the reason: this backend always refuses."""
-    return "this build holds no compiled ops"
+    return "this build has no compiled ops"
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
@@ -27,4 +27,4 @@ def __getattr__(name: str) -> Callable[..., Any]:
 
 
 def _absent(*args: Any) -> Any:
-    raise NotImplementedError("this build holds no compiled ops")
+    raise NotImplementedError("this build has no compiled ops")

@@ -78,11 +78,11 @@ class Comparison:
     def _conclusions(self) -> List[str]:
         if self.spread > timing.NOISY:
             found = (
-                f"{self.verdict}: the ratios spread by {self.spread:.0%}, and above {timing.NOISY:.0%} is no verdict"
+                f"{self.verdict}: the ratios spread by {self.spread:.0%}; above {timing.NOISY:.0%} there is no verdict"
             )
         else:
             found = f"speed-up {self.speedup:.2f}x: {self.verdict}"
-        return [found, f"largest difference {self.largest_difference:.1e}, of values up to {self.largest_value:.1e}"]
+        return [found, f"largest difference {self.largest_difference:.1e}, for values up to {self.largest_value:.1e}"]
 
 
 def benchmark(model: nn.Module, inputs: Any, *, seconds: float = 10.0) -> Comparison:
@@ -107,7 +107,7 @@ def benchmark(model: nn.Module, inputs: Any, *, seconds: float = 10.0) -> Compar
     """
     call = _call_of(model, inputs)
     if model.training:
-        raise ValueError("model must be in eval mode, got one in training mode: call model.eval() before")
+        raise ValueError("model must be in eval mode, got one in training mode: call model.eval() first")
     if not seconds > 0:
         raise ValueError(f"seconds must be positive, got {seconds}")
     modules = [module for _, module in modules_of(model)]

@@ -65,9 +65,9 @@ class Check:
         return [("", *map(_name, _DTYPES)), *rows]
 
 
-_CAPTION = f"""Which part is this package's, by the number of rows ({_WIDTH} features, {_HIDDEN} hidden):
-  GEMM: its kernel multiplies, with the activation in it; torch: PyTorch computes all;
-  pointwise: PyTorch multiplies, and its kernel computes the rest."""
+_CAPTION = f"""Which kernels run, by number of rows ({_WIDTH} features, {_HIDDEN} hidden):
+  GEMM: this package's GEMM, with the activation in its epilogue; torch: PyTorch's operations;
+  pointwise: PyTorch's GEMM, and one kernel of this package for the rest."""
 
 
 def check() -> Check:
@@ -154,19 +154,19 @@ def _in_words(kinds: Sequence[str]) -> str:
 def _advice(device: str, products: Dict[str, Dict[str, str]]) -> Iterator[str]:
     wide, narrow = (sum("GEMM" in by_dtype[name] for by_dtype in products.values()) for name in ("float32", "bfloat16"))
     if narrow > wide:
-        yield "cast the model to torch.bfloat16, for which more products are this package's"
+        yield "cast the model to torch.bfloat16: this package has kernels for more of its GEMMs"
     if native.DEVICE_TYPE == "cpu" and torch.cuda.is_available():
-        yield 'for models on the GPU load the build for it: get_kernel(..., backend="cuda")'
+        yield 'for models on the GPU, load the GPU build: get_kernel(..., backend="cuda")'
     if native.DEVICE_TYPE == "cuda" and device == "cpu":
-        yield 'this build is for GPUs, and PyTorch finds none: get_kernel(..., backend="cpu") loads that for CPUs'
+        yield 'this build is for GPUs, but PyTorch finds none: get_kernel(..., backend="cpu") loads the CPU build'
     if native.DEVICE_TYPE is None:
-        yield 'backend("triton") runs the Triton kernels of this build, which nobody has run on such a GPU'
+        yield 'backend("triton") runs the Triton kernels of this build, which are untested on this kind of GPU'
     if native.DEVICE_TYPE == device == "cuda":
         refused = native.refusal("linear", torch.empty(0, device=device))
         yield from [] if refused is None else [f"this build cannot run here: {refused}"]
     if "FUSED_MLP_CPU_ISA" in os.environ and native.DEVICE_TYPE == "cpu":
-        yield f"unset FUSED_MLP_CPU_ISA, which keeps the kernels to {os.environ['FUSED_MLP_CPU_ISA']}"
-    yield "benchmark(model, inputs) measures a model of yours; explain(model) says what keeps it from more"
+        yield f"unset FUSED_MLP_CPU_ISA, which limits the kernels to {os.environ['FUSED_MLP_CPU_ISA']}"
+    yield "benchmark(model, inputs) times your model; explain(model) says what is not fused, and why"
 
 
 def _name(dtype: torch.dtype) -> str:

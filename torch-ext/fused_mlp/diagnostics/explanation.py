@@ -57,7 +57,7 @@ def explain(target: Union[Callable[..., Tensor], nn.Module], *args: Any, **kwarg
     """
     if isinstance(target, nn.Module):
         if args or kwargs:
-            raise TypeError("explain takes a module alone")
+            raise TypeError("explain takes no other arguments if target is a module")
         return _explain_module(target)
     if isinstance(target, FunctionType) and target in _OPERATIONS:
         return _explain_call(target, inspect.signature(target).bind(*args, **kwargs))
@@ -101,7 +101,7 @@ def _explain_call(function: FunctionType, call: inspect.BoundArguments) -> Expla
             kept = plans.Kept(*training.kept(op, cast, memory), gemms)
             return Explanation(function.__name__, name, f"{reason}; one op forward and one backward; {kept}", (kept,))
         if memory == training.RECOMPUTED:
-            composed = f"{composed}; the backward runs the parts again"
+            composed = f"{composed}; the backward reruns the separate operations"
     else:
         composed = calls.composition_reason(*given)
     pointwise = calls.pointwise_reason(*given)
@@ -145,14 +145,14 @@ def _explain_adapted(function: str, op: str, given: Dict[str, Any], activation: 
     formats = "" if packed is None else quantized.words_of(packed)
     if any(layer is not None and layer.adapter is not None for layer in layers):
         if packed is not None and not trained and dispatch.has_few_rows(x):
-            return Explanation(function, native.DEVICE_TYPE, f"an op a layer, weights of {formats} read packed")
+            return Explanation(function, native.DEVICE_TYPE, f"one op per layer, weights in {formats} read packed")
         ways = f"{ways}, adapters included"
     if layers.are_packed and not trained:
         weights, layouts, _, biases = quantized.lists_of(layers)
         x, *biases = calls.autocast((x, *biases))
         parts = native.plan_quantized(_GEMMS[op][0], x, weights, layouts, biases, activation, layers.up is not None)
         return Explanation(function, native.DEVICE_TYPE, f"{ways}; {formats}: {plans.in_words(parts)}", parts)
-    ways += "" if packed is None else f"; weights of {formats} are decoded {'in each' if trained else 'before it'}"
+    ways += "" if packed is None else f"; weights in {formats} are decoded {'in each' if trained else 'first'}"
     return Explanation(function, native.DEVICE_TYPE, ways)
 
 
@@ -172,13 +172,13 @@ def _explain_experts(
         adapters.check_of_experts(x, form.transposed, found, (gate_up_weight, down_weight))
         reason = calls.adapted_reason((*flat, *list(given.values())[3:7]), form, found)
         name = native.DEVICE_TYPE if reason is None else "torch"
-        return Explanation("experts_mlp", name, reason or "adapters are terms of its products")
+        return Explanation("experts_mlp", name, reason or "its GEMMs add the adapters")
     followed = [*flat, *list(given.values())[3:7]]
     stored = *flat[:2], gate_up_weight, down_weight, form.interleaved, form.transposed
     if calls.are_trained(followed, form):
-        reason = f"{dispatch.reasoned('experts_mlp', x)[1]}; one op forward, and one backward"
+        reason = f"{dispatch.reasoned('experts_mlp', x)[1]}; one op forward and one backward"
         if padded_experts.is_needed(followed, form):
-            return Explanation("experts_mlp", native.DEVICE_TYPE, f"{reason}, of copies that zeros fill up")
+            return Explanation("experts_mlp", native.DEVICE_TYPE, f"{reason}, on zero-padded copies")
         parts = native.plan_experts(native.ExpertsCall(*stored, trained=True))
         return Explanation("experts_mlp", native.DEVICE_TYPE, f"{reason}; {plans.in_words(parts)}", parts)
     composed = calls.experts_reason(*list(given.values())[:7])
@@ -255,7 +255,7 @@ def _of_mode(module: nn.Module, implementation: str) -> str:
     is_training = attribute_of(module, "training") is True
     is_off = is_training and not (torch.is_grad_enabled() or torch.is_inference_mode_enabled())
     says = is_off and implementation != "original"
-    return "; in training mode with the bits of a call that autograd records" if says else ""
+    return "; in training mode, so bitwise equal to a call that autograd records" if says else ""
 
 
 def _parts(model: nn.Module) -> Iterator[report.ModuleReport]:

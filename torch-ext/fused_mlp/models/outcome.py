@@ -65,24 +65,24 @@ ERROR = "error"
 
 _REASON_WORDS = {
     CALLED: "calls {part} ({detail})",
-    UNKNOWN_ACTIVATION: "activation {part} is not known",
+    UNKNOWN_ACTIVATION: "unknown activation {part}",
     ALTERED_ACTIVATION: "activation {part} has {detail}",
     NOT_FUSED: "not fused",
     REPLACED: "its fused {part} was replaced ({detail}); fuse again",
-    OWN_METHOD: "has a {part} of its own ({detail})",
-    OWN_FINDER: "its class has a {part} of its own, which runs where attributes are read",
+    OWN_METHOD: "its {part} is overridden on the instance ({detail})",
+    OWN_FINDER: "its class defines {part}, which runs on attribute access",
     SCRIPTED: "compiled by TorchScript",
-    GRAPH: "a graph of torch.fx, which writes its methods itself",
+    GRAPH: "a torch.fx.GraphModule, which generates its own code",
     NO_FUNCTION: "its forward is a {detail}, not a function",
-    NO_SOURCE: "source of its code not found",
-    UNKNOWN_FORM: "code in a form that is not known",
-    OTHER_BRANCH: "runs another branch of its code ({detail})",
+    NO_SOURCE: "source code not found",
+    UNKNOWN_FORM: "code in an unrecognised form",
+    OTHER_BRANCH: "takes another branch of its code ({detail})",
     DISAGREES: "{detail}",
-    OWN_WAY: "runs as it is: {detail}",
+    OWN_WAY: "runs unfused: {detail}",
     NO_KERNEL: "{detail}",
-    FEW_ROWS: "trained from {detail} rows on",
-    FEW_COMPILED_ROWS: "trained under torch.compile from {detail} rows on",
-    ERROR: "cannot be changed: {detail}",
+    FEW_ROWS: "fused in training with at least {detail} rows",
+    FEW_COMPILED_ROWS: "fused in training under torch.compile with at least {detail} rows",
+    ERROR: "cannot be fused: {detail}",
 }
 
 
@@ -91,7 +91,7 @@ _ADVICE = {  # by a substring of the detail; the first match applies
     "a peft.": "; merge the adapters and fuse again",
     "kernel for torch.float": "; cast the model to torch.bfloat16",
     "transformers.distributed.expert_parallel": '; load it with experts_implementation="fused_mlp"',
-    "in autocast": "; cast the model in place of autocast",
+    "in autocast": "; cast the model instead of using autocast",
 }
 
 
@@ -265,7 +265,9 @@ def of_nothing_to_fuse(module: nn.Module, methods: Iterable[FunctionType]) -> Op
     if not (mlps and plain):
         return None
     if all(map(_has_few_inputs, firsts)):
-        return Outcome(NONE, (Reason(NO_KERNEL, "", f"no kernel for {firsts[0].in_features} inputs"),), _pattern(mlps))
+        return Outcome(
+            NONE, (Reason(NO_KERNEL, "", f"no kernel for {firsts[0].in_features} input features"),), _pattern(mlps)
+        )
     if not all(map(_has_own_product, firsts)):
         return None
     return Outcome(NONE, tuple(dict.fromkeys(reason for mlp in mlps for reason in _reasons(mlp))), _pattern(mlps))

@@ -124,11 +124,11 @@ def _difference_between(fused: Callable[[], Optional[Tensor]], plain: Callable[[
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             got, expected = fused(), plain()
     except Exception as error:  # e.g. a width or device that does not fit: do not fuse what cannot be compared
-        return f"not compared: {type(error).__name__}: {error}".splitlines()[0]
+        return f"could not be compared: {type(error).__name__}: {error}".splitlines()[0]
     difference = 0.0 if got is None else _difference(got, expected)  # None: no op, so the parts run
     if difference <= _TOLERANCE[x.dtype]:
         return None
-    return f"its fused call computes something else (relative difference {difference:.1e})"
+    return f"its fused call gives a different result (relative difference {difference:.1e})"
 
 
 def _rows(weight: Tensor) -> Tensor:

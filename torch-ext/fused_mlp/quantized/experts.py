@@ -99,7 +99,7 @@ def layout_of(weight: QuantizedStack) -> List[int]:
 
 def words_of(weight: QuantizedStack) -> str:
     """Return the format of a stack in words, for reports."""
-    return "mxfp4" if weight.format == "mxfp4" else f"fp8 in blocks of {weight.block[0]} x {weight.block[1]}"
+    return "mxfp4" if weight.format == "mxfp4" else f"fp8 (blocks of {weight.block[0]} x {weight.block[1]})"
 
 
 def run(given: Tuple[Any, ...], form: Form, given_adapters: Adapters = NO_ADAPTERS) -> Tensor:
@@ -115,7 +115,7 @@ def check(given: Tuple[Any, ...], form: Form, given_adapters: Adapters = NO_ADAP
     """Raise OperandTypeError or OperandValueError for invalid operands."""
     x, index, weights, gate_up, down, *biases = given
     if form.transposed:
-        raise OperandValueError("transposed must be False where weights are quantised, which are [experts, out, in]")
+        raise OperandValueError("transposed must be False for quantised weights, which are [experts, out, in]")
     stand_ins = []
     for name, weight in (("gate_up_weight", gate_up), ("down_weight", down)):
         if is_any(weight) and isinstance(x, Tensor):
@@ -234,13 +234,13 @@ def refusal(given: Tuple[Any, ...], form: Form) -> Optional[str]:
     """Return why no kernel reads the codes in a call on checked operands; None if one does."""
     x, index, weights, gate_up, down, *biases = given
     if not (is_any(gate_up) and is_any(down)):
-        return "one weight is not quantised"
+        return "only one of the weights is quantised"
     tensors = (gate_up.data, gate_up.scales, down.data, down.scales, *biases)
     reason = calls.pointwise_reason(x, index, weights, *tensors)
     if reason is not None:
         return reason
     if calls.autograd_follows(x, weights, *biases):
-        return "autograd follows the parts"
+        return "autograd records the separate operations"
     if operands.autocasts(x) and torch.get_autocast_dtype(x.device.type) != x.dtype:
         return f"autocast casts the operands to {torch.get_autocast_dtype(x.device.type)}"
     if native.DEVICE_TYPE != "cuda" or dispatch.select("experts_mlp", x) is not native or not native.has_experts(x):
@@ -251,12 +251,12 @@ def refusal(given: Tuple[Any, ...], form: Form) -> Optional[str]:
     if index.numel() == 0 or index.numel() >= native._MOST_SLOTS or experts > native._MOST_EXPERTS:
         return plans.REFUSALS["empty" if index.numel() == 0 else "many_experts"]
     if gate_up.format != down.format:
-        return "weights of two formats"
+        return "weights in two formats"
     if index.numel() > MOST_ROWS[gate_up.format] * experts and not _has_many_rows(given, form):
-        return f"{index.numel() // experts} rows an expert"
+        return f"{index.numel() // experts} rows per expert"
     hidden = down.shape[2]
     if hidden % 64 or x.shape[-1] % 64 or down.shape[1] % 8 or hidden == 0 or down.shape[1] == 0:
-        return "inputs that are no multiples of 64, or features that are none of 8"
+        return "inputs that are not a multiple of 64, or outputs that are not a multiple of 8"
     return _of_stack(gate_up) or _of_stack(down)
 
 
@@ -278,10 +278,10 @@ def explained(given: Tuple[Any, ...], form: Form, given_adapters: Adapters) -> T
     x, index, weights = (each if each.dim() == 2 else each.reshape(-1, each.shape[-1]) for each in given[:3])
     found = [each for each in given[3:5] if is_any(each)]
     formats = " and ".join(dict.fromkeys(map(words_of, found)))
-    reason = "adapters are beside them" if given_adapters != NO_ADAPTERS else None
+    reason = "the call has adapters" if given_adapters != NO_ADAPTERS else None
     reason = reason or refusal((x, index, weights, *given[3:]), form)
     if reason is not None:
-        return "torch", f"weights of {formats} are decoded first: {reason}", ()
+        return "torch", f"weights in {formats} are decoded first: {reason}", ()
     many_rows = _has_many_rows((x, index, weights, *given[3:]), form)
     is_fp8 = given[3].format == "fp8"
     parts = native.plan_quantized_experts(x, index.shape[-1], given[3].shape[0], is_fp8, many_rows)
@@ -309,7 +309,7 @@ def _check_stack(x: Tensor, name: str, weight: QuantizedStack) -> None:
     is_mx = weight.format == "mxfp4"
     if is_mx and (block != (1, _MX_BLOCK) or width % _MX_BLOCK):
         raise OperandValueError(
-            f"{name} of mxfp4 must have in a multiple of {_MX_BLOCK} and block = (1, {_MX_BLOCK}), got in = {width}, "
+            f"{name} in mxfp4 must have in a multiple of {_MX_BLOCK} and block = (1, {_MX_BLOCK}), got in = {width}, "
             f"block = {block}"
         )
     blocks = experts * -(-out // block[0]) * -(-width // block[1])

@@ -88,14 +88,16 @@ class QuantizedWeight(NamedTuple):
         if type(weight).__name__ == "Int8Params":
             data, scales = getattr(weight, "CB", None), getattr(weight, "SCB", None)
             if data is None or scales is None:
-                raise OperandValueError("weight must have CB and SCB, got one without: not quantised, or in a layer's")
+                raise OperandValueError(
+                    "weight must have CB and SCB, got one without: not quantised yet, or moved into the layer's"
+                )
             return cls.from_int8(data, scales, divisor=_LARGEST)
         state = getattr(weight, "quant_state", None)
         if type(weight).__name__ != "Params4bit":
             raise OperandTypeError(f"weight must be a bitsandbytes.nn.Params4bit, got {type(weight).__name__}")
         if state is None or getattr(state, "packing_format_for_cpu", False):
-            said = "one that is not quantised yet" if state is None else "one that was packed anew for a CPU"
-            raise OperandValueError(f"weight must be as bitsandbytes quantises it, got {said}")
+            said = "one that is not quantised yet" if state is None else "one repacked for a CPU"
+            raise OperandValueError(f"weight must be in the layout in which bitsandbytes quantises it, got {said}")
         return of_state(weight, state, float(state.offset) if state.nested else 0.0)
 
     @classmethod
@@ -134,7 +136,9 @@ class QuantizedWeight(NamedTuple):
         """
         out, columns = _shape_of("weight", weight)
         if weight.dtype not in (torch.uint8, torch.int32) or not weight.is_contiguous():
-            raise OperandTypeError(f"weight must be contiguous, of torch.uint8 or torch.int32, got {shape_of(weight)}")
+            raise OperandTypeError(
+                f"weight must be a contiguous torch.uint8 or torch.int32 tensor, got {shape_of(weight)}"
+            )
         groups = _shape_of("scales", scales)[1]
         width = columns * 2 * weight.element_size()
         if scales.shape[0] != out or groups == 0 or width % groups != 0:
@@ -145,7 +149,7 @@ class QuantizedWeight(NamedTuple):
         zeros = torch.as_tensor(zeros, device=scales.device)
         if zeros.is_floating_point() or (zeros.dim() > 0 and zeros.shape != scales.shape):
             raise OperandValueError(
-                f"zeros must be an integer, or integers {list(scales.shape)}, got {shape_of(zeros)}"
+                f"zeros must be an integer or an integer tensor {list(scales.shape)}, got {shape_of(zeros)}"
             )
         if zeros.numel() > 0 and not bool(((zeros >= 0) & (zeros <= _MOST_ZERO)).all()):
             raise OperandValueError(f"zeros must be 0 to {_MOST_ZERO}, got {int(zeros.min())} to {int(zeros.max())}")
@@ -190,7 +194,7 @@ class QuantizedWeight(NamedTuple):
             raise OperandValueError(f"checkpoint_format must be gptq or gptq_v2, got {checkpoint_format!r}")
         width, groups = qweight.shape[0] * 8, scales.shape[0]
         if g_idx is not None and not torch.equal(g_idx.int(), _groups(width, groups, g_idx)):
-            raise OperandValueError("g_idx must have adjacent groups, got those of a checkpoint with act-order")
+            raise OperandValueError("g_idx must have contiguous groups, got those of an act-order checkpoint")
         zeros = _values_of(qzeros, range(8)) + (1 if checkpoint_format == "gptq" else 0)
         return cls.from_int4(qweight.detach().t().contiguous(), scales.t(), zeros.t())
 
@@ -238,7 +242,7 @@ def _check_words(qweight: Tensor, qzeros: Tensor, scales: Tensor, shape: str) ->
     """Check dtypes and shapes of the tensors of a GPTQ or AWQ checkpoint; ``shape`` is that of ``qweight``."""
     for name, tensor, axes in (("qweight", qweight, shape), ("qzeros", qzeros, "[groups, out / 8]")):
         if not isinstance(tensor, Tensor) or tensor.dtype != torch.int32 or tensor.dim() != 2:
-            raise OperandTypeError(f"{name} must be a tensor {axes} of torch.int32, got {shape_of(tensor)}")
+            raise OperandTypeError(f"{name} must be a torch.int32 tensor {axes}, got {shape_of(tensor)}")
     out = qweight.shape[1] * (8 if shape.endswith("out / 8]") else 1)
     groups, columns = _shape_of("scales", scales)
     if (groups, columns) != (qzeros.shape[0], out) or qzeros.shape[1] * 8 != out:
@@ -340,11 +344,11 @@ def words_of(weights: Iterable[Optional[QuantizedWeight]]) -> str:
 
 def _words_of(weight: QuantizedWeight) -> str:
     if weight.format not in BLOCKED:
-        return f"{weight.format} in blocks of {weight.block}"
+        return f"{weight.format} (blocks of {weight.block})"
     (rows, columns), (out, width) = weight.block, weight.shape
     if columns < width or 1 < rows < out:
-        return f"{weight.format} in blocks of {rows} x {columns}"
-    return f"{weight.format} in rows" if rows == 1 else f"{weight.format} under one scale"
+        return f"{weight.format} (blocks of {rows} x {columns})"
+    return f"{weight.format} (one scale per {'row' if rows == 1 else 'tensor'})"
 
 
 def stand_ins(x: Tensor, /, **weights: AnyWeight) -> List[Tensor]:
@@ -376,12 +380,12 @@ def _check(x: Tensor, name: str, weight: QuantizedWeight) -> None:
     shape, block = weight.shape, weight.block
     if len(shape) != 2 or min(shape) < 0 or not isinstance(block, int) or block < 1 or weight.nested_block < 1:
         raise OperandValueError(
-            f"{name}.shape must be [out, in], and blocks of one value at least, got {list(shape)}, "
+            f"{name}.shape must be [out, in], and both block sizes positive, got {list(shape)}, "
             f"block = {block} and nested_block = {weight.nested_block}"
         )
     is_nested, blocks = weight.nested_scales is not None, -(-weight.numel() // block)
     if is_nested != (weight.nested_code is not None):
-        raise OperandValueError(f"{name} must have nested_scales and nested_code both, or neither")
+        raise OperandValueError(f"{name} must have both nested_scales and nested_code, or neither")
     wanted = {
         "data": (torch.uint8, (weight.numel() + 1) // 2),
         "scales": (torch.uint8 if is_nested else torch.float32, blocks),
@@ -400,10 +404,10 @@ def _check_blocked(x: Tensor, name: str, weight: QuantizedWeight) -> None:
             f"block = {block}"
         )
     if not (weight.nested_scales is None and weight.nested_code is None):
-        raise OperandValueError(f"{name} must have neither nested_scales nor nested_code, being of {weight.format}")
+        raise OperandValueError(f"{name} must have neither nested_scales nor nested_code in {weight.format}")
     if weight.divisor < 1 or (weight.format == "int4" and shape[1] % 2 != 0):
         raise OperandValueError(
-            f"{name}.divisor must be positive, and the columns of int4 even, got {weight.divisor} and {list(shape)}"
+            f"{name}.divisor must be positive, and in even for int4, got {weight.divisor} and {list(shape)}"
         )
     if weight.format == TILES:
         _check_tiles(x, name, weight)
@@ -459,7 +463,7 @@ def check_parts(x: Tensor, name: str, weight: Any, wanted: Dict[str, Tuple[torch
             axes = "[out, in]" if len(shape) == 2 else "[experts, out, in]"
             words = " x ".join(map(str, block)) if isinstance(block, tuple) else str(block)
             raise OperandValueError(
-                f"{name}.{part} must be contiguous, of {count} elements to fit {axes} = {list(shape)} in blocks of "
+                f"{name}.{part} must be contiguous with {count} elements to fit {axes} = {list(shape)} in blocks of "
                 f"{words}, got {shape_of(tensor)}"
             )
 

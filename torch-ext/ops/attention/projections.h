@@ -60,16 +60,16 @@ std::vector<Tensor> projection_gradients(const OfProjections& grads, const Optio
     check_same_kind(grad, "a gradient", *like);
     STD_TORCH_CHECK(rows[i]->size(0) == count, "gradients must have the same number of rows");
   }
-  STD_TORCH_CHECK(like != nullptr, "a gradient must be there");
+  STD_TORCH_CHECK(like != nullptr, "at least one gradient is required");
   std::vector<Tensor> found;
   if (asked(0)) {
     Products products;
     for (size_t i = kProjections; i-- > 0;) {  // in autograd's order, with the same roundings
       if (!rows[i]) continue;
-      STD_TORCH_CHECK(*weights[i], "weights must be there for the gradient of x");
+      STD_TORCH_CHECK(*weights[i], "weights are required for the gradient of x");
       const Tensor& weight = **weights[i];
       check_weight(weight, "weight", products.empty() ? weight.size(-1) : products[0].second.size(1), *like);
-      STD_TORCH_CHECK(weight.size(0) == rows[i]->size(1), "weight must be [out, in], out as in its gradient");
+      STD_TORCH_CHECK(weight.size(0) == rows[i]->size(1), "weight must be [out, in] with out as in its gradient");
       products.emplace_back(*rows[i], weight);
     }
     const int64_t in = products[0].second.size(1);
@@ -85,10 +85,10 @@ std::vector<Tensor> projection_gradients(const OfProjections& grads, const Optio
   OptionalTensor x_rows;
   for (size_t i = 0; i < kProjections; ++i) {
     if (!asked(1 + i)) continue;
-    STD_TORCH_CHECK(x && rows[i], "x and a gradient must be there for the gradient of a weight");
+    STD_TORCH_CHECK(x && rows[i], "x and the output's gradient are required for the gradient of a weight");
     if (!x_rows) x_rows = Backend::rows(*x);
     check_same_kind(*x, "x", *like);
-    STD_TORCH_CHECK(x_rows->size(0) == count, "x must have as many rows as the gradients");
+    STD_TORCH_CHECK(x_rows->size(0) == count, "x must have the same number of rows as the gradients");
     const std::vector<int64_t> sizes{rows[i]->size(1), x_rows->size(1)};
     found.push_back(new_dense(*like, sizes));
     const bool both = i + 1 < kProjections && asked(2 + i) && rows[i + 1] && lie_alike(*rows[i], *rows[i + 1]);
@@ -104,7 +104,7 @@ std::vector<Tensor> projection_gradients(const OfProjections& grads, const Optio
   std::vector<Tensor> summed;
   for (size_t i = 0; i < kProjections; ++i) {
     if (!asked(1 + kProjections + i)) continue;
-    STD_TORCH_CHECK(rows[i], "a gradient must be there for that of a bias");
+    STD_TORCH_CHECK(rows[i], "the output's gradient is required for the gradient of a bias");
     summed.push_back(*rows[i]);
   }
   if (summed.empty()) return found;

@@ -23,7 +23,7 @@ std::tuple<Tensor, Tensor> rotated(const Tensor& q, const Tensor& k, const Tenso
   const int64_t batch = q.size(0), tokens = q.size(2), features = q.size(3);
   check_same_kind(k, "k", q);
   STD_TORCH_CHECK(k.dim() == 4 && k.size(0) == batch && k.size(2) == tokens && k.size(3) == features,
-                  "k must be [batch, heads, tokens, features], as q but for its heads");
+                  "k must be [batch, heads, tokens, features] and match q except in heads");
   STD_TORCH_CHECK(features % 2 == 0, "q must have an even number of features");
   for (const auto& [angles, name] : {std::pair(&cos, "cos"), std::pair(&sin, "sin")}) {
     check_same_kind(*angles, name, q);

@@ -43,11 +43,11 @@ def refusal(op: str, x: Tensor) -> Optional[str]:
     if x.dtype not in _DTYPES:
         return f"no Triton kernel for {x.dtype}"
     if INTERPRETED:  # the interpreter's bfloat16 GEMMs are garbage, and its rounding to bfloat16 truncates
-        return "Triton's interpreter computes bfloat16 wrongly" if x.dtype == torch.bfloat16 else None
+        return "Triton's interpreter gives wrong results in bfloat16" if x.dtype == torch.bfloat16 else None
     if not on_gpu(x):
-        return f"Triton kernels run on GPUs and x is on {x.device.type}"
+        return f"Triton kernels run on GPUs, but x is on {x.device.type}"
     if x.is_cuda and torch.version.hip is None:
         capability = torch.cuda.get_device_capability(x.device)
         if capability < _MIN_CAPABILITY:
-            return "GPU of compute capability {}.{}, 8.0 is the least".format(*capability)
+            return "GPU of compute capability {}.{}, at least 8.0 is required".format(*capability)
     return None

@@ -85,7 +85,7 @@ def activate(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
         positive = tl.where(x < 0, 0.0, x)
         return positive * positive
     else:
-        tl.static_assert(ACTIVATION == SIGMOID, "no activation has this code")
+        tl.static_assert(ACTIVATION == SIGMOID, "unknown activation code")
         return _sigmoid(x, EXACT)
 
 
@@ -114,5 +114,5 @@ def derivative(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
     elif ACTIVATION == RELU2:
         return 2.0 * tl.where(x < 0, 0.0, x)
     else:
-        tl.static_assert(ACTIVATION == SIGMOID, "no activation has this code")
+        tl.static_assert(ACTIVATION == SIGMOID, "unknown activation code")
         return _sigmoid_derivative(x, EXACT)

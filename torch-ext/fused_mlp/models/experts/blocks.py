@@ -75,7 +75,7 @@ def refusal(module: nn.Module) -> Optional[str]:
     router, experts = (module._modules[name] for name in children[:2])
     reason = of_call(router) or of_call(experts) or routers.refusal(router) or mixtures.refusal(experts)
     if reason is None and native.chooses_experts(router.weight):
-        return "experts for whose kernels a model of the GPU decides"
+        return "experts whose kernels a performance model chooses"
     return reason or refusals.of_global_state()
 
 

@@ -161,7 +161,7 @@ def refusal(
     if around:
         found, tensors = _in_a_call(module, found, tensors)
     if quantized.is_read(module):
-        reason = "adapters beside weights in FP8" if adapted else _of_module(module, found, tensors, way)
+        reason = "adapters on FP8 weights" if adapted else _of_module(module, found, tensors, way)
         is_asked = (asked or way) == interface.NAME and tensors[0].is_cpu
         stacks = quantized.stacks_of(module, found.weights)
         return reason or (None if is_asked else quantized.device_refusal(stacks, found.form))
@@ -311,12 +311,12 @@ def _of_module(module: nn.Module, found: Experts, tensors: Tuple[Optional[Tensor
         return reason
     number = module.__dict__.get("num_experts", found.experts)
     if up.shape[0] != found.experts or number != found.experts:
-        return f"weights of {up.shape[0]} experts, not of {number}"
+        return f"weights for {up.shape[0]} experts instead of {number}"
     if way in (_OWN_LOOP, "eager"):
         if found.other_loop is not None:
-            return f"a loop of its own: {found.other_loop}"
+            return f"a custom loop: {found.other_loop}"
         if found.wide and up.dtype != torch.float32:
-            return "a loop of its own that computes in float32"
+            return "a custom loop that computes in float32"
     elif not interface.is_own(way, proofs.method_of(module)):
         return f"experts_implementation {way!r}"
     return None
@@ -340,14 +340,14 @@ def _of_device(x: Tensor, way: str) -> Optional[str]:
     if not _are_products(way):
         return None
     if dispatch.select("experts_mlp", x) is reference or (x.is_cuda and x.dtype == torch.float32):
-        return f"{way} of {x.dtype} on {x.device.type}, for which there is no kernel"
+        return f"{way} in {x.dtype} on {x.device.type}, which no kernel supports"
     return None
 
 
 def _of_adapters(x: Tensor) -> Optional[str]:
     """The reason why adapters of experts are PEFT's on the device of x, or None."""
     if x.is_cuda and not (native.DEVICE_TYPE == "cuda" and native.is_hopper(x)):
-        return "adapters of experts, for which there is no kernel on this GPU"
+        return "adapters on experts, which no kernel supports on this GPU"
     return None
 
 
@@ -358,14 +358,14 @@ def _are_products(way: str) -> bool:
 
 def _of_call(x: Any, index: Any, weights: Any, up: Tensor) -> Optional[str]:
     """The reason why ``experts_mlp`` cannot compute a call; None if it can."""
-    return "operands of another kind" if x.dtype != up.dtype else _of_kind(x, index, weights, up)
+    return "unsupported operands" if x.dtype != up.dtype else _of_kind(x, index, weights, up)
 
 
 def _of_kind(x: Any, index: Any, weights: Any, up: Tensor) -> Optional[str]:
     """The same, whatever the dtype of x is."""
     for tensor in (x, index, weights):
         if type(tensor) not in _PLAIN or tensor.dim() != 2 or tensor.device != up.device:
-            return "operands of another kind"
+            return "unsupported operands"
     if not (x.is_cpu or x.is_cuda):
-        return "operands of another kind"
+        return "unsupported operands"
     return "autocast" if calls.autocasts(x) else calls.ambient_reason()

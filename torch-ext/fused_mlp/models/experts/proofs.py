@@ -208,16 +208,16 @@ def _proved(module: nn.Module) -> Proof:
     method = method_of(module)
     own = interface.original_of(method)
     if type(module).__name__ == "Mxfp4GptOssExperts":
-        return Proof(Unknown("weights of MXFP4 in the layout of triton_kernels"), ())
+        return Proof(Unknown("MXFP4 weights in the layout of triton_kernels"), ())
     if any(parameter is not None and is_lazy(parameter) for parameter in module._parameters.values()):
-        return Proof(Unknown("weights that are not made yet"), ())
+        return Proof(Unknown("weights that are not initialised yet"), ())
     evaluation = Evaluation(module, decide=Sizes(module).decide)
     if own is not None:
         return _of_decorated(module, own, evaluation)
     try:
         loop = _loop(module, method, evaluation)
     except NotProved as error:
-        return Proof(Unknown(f"a loop that is not understood: {error}"), evaluation.dependencies)
+        return Proof(Unknown(f"an unrecognised loop: {error}"), evaluation.dependencies)
     experts = module_shape(module, loop.names[0])[0]
     return Proof(
         Experts(Weights(*loop.names), loop.form, experts, None, loop.wide, loop.skips), evaluation.dependencies
@@ -231,7 +231,7 @@ def _of_decorated(module: nn.Module, own: FunctionType, evaluation: Evaluation) 
     except NotProved:
         flags = {}
     if not flags or not all(type(flag) is bool for flag in flags.values()):
-        return Proof(Unknown("the flags of the experts interface are missing"), evaluation.dependencies)
+        return Proof(Unknown("missing flags of the experts interface"), evaluation.dependencies)
     gated, biased = flags["has_gate"], flags["has_bias"]
     up = "gate_up_proj" if gated else "up_proj"
     weights = Weights(up, "down_proj", *((f"{up}_bias", "down_proj_bias") if biased else (None, None)))
@@ -239,18 +239,18 @@ def _of_decorated(module: nn.Module, own: FunctionType, evaluation: Evaluation) 
     parameters = [name for name in weights[:4] if name is not None]
     is_there = weights.norm is None or weights.norm in module._modules
     if not is_there or any(module_shape(module, name) is None for name in parameters):
-        return Proof(Unknown("the parameters of the experts interface are missing"), evaluation.dependencies)
+        return Proof(Unknown("missing parameters of the experts interface"), evaluation.dependencies)
     if not _fit(module, weights, gated, flags["is_transposed"]):
-        return Proof(Unknown("weights of shapes that do not fit each other"), evaluation.dependencies)
+        return Proof(Unknown("weights whose shapes do not match"), evaluation.dependencies)
     try:
         read = reading.gate_of if gated else reading.activation_of
         form = read(evaluation, "_apply_gate" if gated else "act_fn")
     except NotProved as error:
         what = "a gate" if gated else "an activation"
-        reason = str(error) if str(error).startswith(what) else f"{what} that is not known: {error}"
+        reason = str(error) if str(error).startswith(what) else f"{what} that is not recognised: {error}"
         return Proof(Unknown(reason), evaluation.dependencies)
     form = form._replace(transposed=flags["is_transposed"])
-    experts = Experts(weights, form, module_shape(module, up)[0], "it computes something else")
+    experts = Experts(weights, form, module_shape(module, up)[0], "it computes something different")
     if quantized.is_read(module):
         return Proof(dataclasses.replace(experts, other_loop=None, skips=SKIPS_ONE), evaluation.dependencies)
     of_loop = Evaluation(module, reading.keeps_norm(weights.norm), Sizes(module).decide)
@@ -268,9 +268,9 @@ def _loop(module: nn.Module, method: FunctionType, evaluation: Evaluation) -> Lo
     loop = reading.loop_of(evaluation, Bound(method, evaluation.root), Sizes(module))
     weights = Weights(*loop.names)
     if any(name is not None and module_shape(module, name) is None for name in weights[:4]):
-        raise NotProved("weights that are no parameters of the module")
+        raise NotProved("weights that are not parameters of the module")
     if not _fit(module, weights, loop.form.gated, loop.form.transposed):
-        raise NotProved("weights of shapes that do not fit each other")
+        raise NotProved("weights whose shapes do not match")
     return loop
 
 

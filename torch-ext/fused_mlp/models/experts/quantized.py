@@ -77,7 +77,7 @@ def stacks_of(module: nn.Module, weights: Any) -> Union[str, Tuple[QuantizedStac
         return "a patched FP8Experts"
     state = module.__dict__
     if state.get("activation_scheme") != "dynamic":
-        return "scales for what its products are given"
+        return "activation scales"
     found = []
     for name in (weights.up, weights.down):
         stack = _stack(state, name)
@@ -91,15 +91,15 @@ def _stack(state: Any, name: str) -> Union[str, QuantizedStack]:
     held, block = state["_parameters"], state.get("block_size")
     weight, scales = held.get(name), held.get(f"{name}_scale_inv")
     if type(weight) is not nn.Parameter or type(scales) is not nn.Parameter or not held.keys().isdisjoint(state):
-        return "a weight that is no parameter"
+        return "a weight that is not a parameter"
     if weight.dtype is not torch.float8_e4m3fn or scales.dtype is not torch.float32:
         return f"a weight of {weight.dtype} with scales of {scales.dtype}"
     if block is None or len(block) != 2 or min(block) < 1:
-        return "one scale for all of a weight"
+        return "a per-tensor scale"
     experts, out, width = weight.shape
     grid = experts, -(-out // block[0]), -(-width // block[1])
     if scales.shape != grid or not (weight.is_contiguous() and scales.is_contiguous()):
-        return "weights in a form that is not known"
+        return "weights in an unrecognised form"
     if weight.device != scales.device:
         return "scales on another device"
     return QuantizedStack(weight.detach(), scales.detach(), (experts, out, width), "fp8", tuple(block))
@@ -118,4 +118,4 @@ def device_refusal(stacks: Tuple[QuantizedStack, QuantizedStack], form: Any) -> 
 
 def words_of(module: nn.Module) -> str:
     """The words for weights of FP8, behind the pattern of experts; nothing for others."""
-    return f" in fp8 up to {quantized_experts.MOST_ROWS['fp8']} rows an expert" if is_read(module) else ""
+    return f" in fp8 up to {quantized_experts.MOST_ROWS['fp8']} rows per expert" if is_read(module) else ""

@@ -138,7 +138,7 @@ def _operands(module: nn.Module, form: _Form) -> Union[str, _Operands]:
         return f"a weight of type {type(weight).__name__}"
     width, top_k = state.get(form.router.width), state.get(form.router.top_k)
     if type(width) is not int or type(top_k) is not int:
-        return "attributes of another kind"
+        return "unsupported attributes"
     experts = weight.shape[0]
     if weight.shape[1] != width or not 0 < top_k <= experts or top_k > _MOST_CHOSEN or experts > _MOST_EXPERTS:
         return f"{top_k} of {experts} experts"
@@ -156,9 +156,9 @@ def _of_sigmoids(module: nn.Module, form: Sigmoid, weight: Tensor, width: int, t
         return f"a bias of type {type(bias).__name__}"
     experts, groups, top_groups, scaling = (state.get(name) for name in form[3:])
     if not all(type(number) is int for number in (experts, groups, top_groups)) or type(scaling) not in (int, float):
-        return "attributes of another kind"
+        return "unsupported attributes"
     if weight.is_cpu:
-        return "no cpu kernel for a router of sigmoids"
+        return "no cpu kernel for a sigmoid router"
     if experts != weight.shape[0] or bias.shape != (experts,) or bias.device != weight.device:
         return f"{experts} experts"
     if not 0 < groups <= _MOST_GROUPS or experts % groups or experts < 2 * groups or not 0 < top_groups <= groups:

@@ -127,7 +127,7 @@ def _read(module: nn.Module, proof: Any = None) -> Union[str, Wrapped]:
         or type(base).__call__ is not nn.Module.__call__
         or of_call(base) is not None
     ):
-        return "experts that are called in another way"
+        return "experts that are called differently"
     found: Dict[str, Tuple[Tensor, Tensor, float]] = {}
     for wrapper in wrappers:
         if not are_unchanged(known(type(wrapper))):
@@ -151,12 +151,12 @@ _STATE |= {"_did_swap_in_out_features"}
 
 def _adapter(wrapper: nn.Module, base: nn.Module) -> Union[str, Tuple[Tensor, Tensor, float], None]:
     """The factors of a wrapper's weight and their scaling; None where no adapter is active; or why it is called."""
-    state, unknown = wrapper.__dict__, f"a {_NAME} in a form that is not known"
+    state, unknown = wrapper.__dict__, f"a {_NAME} in an unrecognised form"
     if not state.keys() >= _STATE:
         return unknown
     if state["_disable_adapters"] or state["merged_adapters"]:
         takes_out = state["_disable_adapters"] and state["merged_adapters"]
-        return f"a {_NAME} that will take its adapters out" if takes_out else None
+        return f"a {_NAME} whose merged adapters are yet to be unmerged" if takes_out else None
     modules, name, experts = state["_modules"], state["_active_adapter"], state["num_experts"]
     held = [modules[part] for part in ("lora_A", "lora_B")]
     names = [each for each in ([name] if type(name) is str else name) if each in held[0]._modules]
@@ -179,7 +179,7 @@ def _adapter(wrapper: nn.Module, base: nn.Module) -> Union[str, Tuple[Tensor, Te
     if a.shape[0] % experts or b.shape[1] != a.shape[0] or weight is None or weight.shape[0] != experts:
         return unknown
     if a.dtype != b.dtype or a.dtype not in (weight.dtype, torch.float32) or a.device != weight.device:
-        return f"a {_NAME} in another dtype"
+        return f"a {_NAME} with adapters of another dtype"
     a, b = a.reshape(experts, -1, a.shape[1]), b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
     left, right = (b, a) if state["_did_swap_in_out_features"] else (a.transpose(1, 2), b.transpose(1, 2))
     if left.shape[1] != weight.shape[1] or right.shape[2] != weight.shape[2]:

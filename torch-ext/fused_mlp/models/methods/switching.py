@@ -51,7 +51,7 @@ def _gone(reference: weakref.ReferenceType[nn.Module], name: str) -> None:
     told = f"{type(module).__name__}.{name}", origin_of(state_of(module).get(name, getattr(type(module), name, None)))
     if told not in _told:
         _told.add(told)
-        _log.warning("%s is not fused any more: it was replaced (%s): fuse again", *told)
+        _log.warning("%s is no longer fused because it was replaced (%s): fuse again", *told)
 
 
 def origin_of(method: Any) -> str:

@@ -93,7 +93,7 @@ def of_state(part: nn.Module) -> Optional[str]:
     if isinstance(found, str):
         return found
     is_dropped = found.adapter is not None and found.adapter.dropout > 0.0 and not (DROPS and found.weight.is_cuda)
-    return "dropout in front of its adapter" if is_dropped else None
+    return "dropout before its adapter" if is_dropped else None
 
 
 def words_of(parts: Iterable[nn.Module]) -> str:
@@ -144,17 +144,17 @@ def _read(part: nn.Module) -> Union[str, Layer]:
     state, kind = part.__dict__, name_of_class(type(part))
     modules = state["_modules"]
     if not state.keys() >= _STATE:
-        return f"a {kind} in a form that is not known"
+        return f"a {kind} in an unrecognised form"
     base = _without_adapter(modules["base_layer"])
     if type(base) is str:
         return f"a {kind} around {base}"
     if state["_disable_adapters"]:
-        return f"a {kind} that will take its adapters out" if state["merged_adapters"] else base
+        return f"a {kind} whose merged adapters are yet to be unmerged" if state["merged_adapters"] else base
     if state["merged_adapters"]:
         return base
     is_quantized = type(base.weight) is QuantizedWeight
     if base.least_trained is None:
-        return f"a {kind} around a weight of {base.weight.format}"
+        return f"a {kind} around a weight in {base.weight.format}"
     name, held = state["_active_adapter"], modules["lora_A"].__dict__["_modules"]
     if type(name) is not str:
         active = [each for each in name if each in held]
@@ -164,19 +164,19 @@ def _read(part: nn.Module) -> Union[str, Layer]:
     if name not in held:
         return base
     if name in state.get("lora_variant", ()) or state.get("use_dora", {}).get(name, False):
-        return f"a {kind} of another kind"
+        return f"a {kind} of an unsupported variant"
     adapter = _adapter(state, held[name], name, kind)
     if type(adapter) is str:
         return adapter
     if is_quantized and not dispatch.may_train_quantized():
-        return f"a {kind} around a quantised weight on a CPU, where its own product runs"
+        return f"a {kind} around a quantised weight on a CPU, where its own kernel runs"
     is_of_any = is_quantized and base.dtype is None  # whose product has the dtype of what it is given
     if is_of_any and adapter.bias is not None:
-        return f"a {kind} with a bias of its own around a weight of {base.weight.format}"
+        return f"a {kind} with an adapter bias around a weight in {base.weight.format}"
     dtype = adapter.a.dtype if is_of_any else base.dtype or base.weight.dtype
     dtypes = {each.dtype for each in (adapter.a, adapter.b, adapter.bias) if each is not None}
     if dtypes != {dtype} and dtypes != {torch.float32}:
-        return f"a {kind} in another dtype"
+        return f"a {kind} with an adapter of another dtype"
     return base._replace(adapter=adapter)
 
 
@@ -192,17 +192,17 @@ def _adapter(state: Dict[str, Any], a: nn.Module, name: str, kind: str) -> Union
     of_b, of_dropout = modules["lora_B"], modules["lora_dropout"]
     containers = {type(modules["lora_A"]), type(of_b), type(of_dropout)}
     if containers != _CONTAINERS or type(scaling) not in (int, float):
-        return f"a {kind} in a form that is not known"
+        return f"a {kind} in an unrecognised form"
     b, dropout = of_b.__dict__["_modules"].get(name), of_dropout.__dict__["_modules"].get(name)
     drops = type(dropout)
     if type(a) is not nn.Linear or type(b) is not nn.Linear or (drops is not nn.Identity and drops is not nn.Dropout):
-        return f"a {kind} of other parts"
+        return f"a {kind} with unsupported parts"
     first, second = parameters_of(a), parameters_of(b)
     effect = next((each for each in (first, second) if type(each) is str), None) or of_call(dropout)
     if effect is not None:
         return f"a {kind} with {effect}"
     if first[1] is not None or not state.get("cast_input_dtype_enabled", True):
-        return f"a {kind} of another kind"
+        return f"a {kind} of an unsupported variant"
     is_dropped = drops is nn.Dropout and dropout.training
     return Adapter(first[0], second[0], scaling, second[1], dropout.p if is_dropped else 0.0)
 

@@ -155,7 +155,7 @@ def _leaf(node: Node, form: algebra.Form) -> Optional[Sum]:
     squares, *options = node.args
     is_wide = algebra.dtype_of(squares, _is_own) == torch.float32
     if not is_wide or options != [-1, True, None] or form(squares) != power(atom("x"), 2):
-        raise NotProved("another mean than that of the squares")
+        raise NotProved("a mean of something other than the squares")
     return atom("mean square")
 
 

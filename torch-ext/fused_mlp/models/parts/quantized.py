@@ -234,20 +234,20 @@ def _read(part: nn.Module) -> Union[str, Layer]:
         return "whose weight is not quantised yet"
     dtype = state.get("compute_dtype")
     if dtype is None or not state.get("compute_type_is_set"):
-        return "that has not chosen its compute_dtype yet"
+        return "whose compute_dtype is not chosen yet"
     fields = vars(packed)
     if fields.get("packing_format_for_cpu") or fields.get("ipex"):
-        return "whose weight was packed anew"
+        return "whose weight was repacked"
     if not _FIELDS.issubset(fields) or len(packed.shape) != 2 or packed.quant_type not in quantized.CODES:
-        return "in a form that is not known"
+        return "in an unrecognised form"
     if bias is not None and (type(bias) is not nn.Parameter or bias.dtype is not dtype):
-        return f"with a bias that is no parameter of {dtype}"
+        return f"whose bias is not a parameter of {dtype}"
     refusal = dispatch.quantized_refusal(packed.absmax.device, dtype, packed.quant_type)
     if refusal is not None:
         return refusal
     offset = _number(packed.offset) if packed.nested else 0.0
     if offset is None:
-        return "first called while a CUDA graph is recorded"
+        return "first called during CUDA graph capture"
     _know_codes(packed.quant_type, packed.absmax.device)
     found = quantized.of_state(weight, packed, offset)
     refusal = dispatch.layout_refusal(found)
@@ -261,7 +261,7 @@ def _read_fp8(part: nn.Module) -> Union[str, Layer]:
     if type(weight) is not nn.Parameter or weight.dtype is not torch.float8_e4m3fn or not held.keys().isdisjoint(state):
         return f"with a weight of {getattr(weight, 'dtype', type(weight).__name__)}"
     if state.get("activation_scheme") != "dynamic" or held.get("activation_scale") is not None:
-        return "with scales for what it is given"
+        return "with activation scales"
     if type(scales) is not nn.Parameter or scales.dtype not in _SCALES or not scales.is_contiguous():
         return f"with scales of {getattr(scales, 'dtype', type(scales).__name__)}"
     if bias is not None and type(bias) is not nn.Parameter:
@@ -271,7 +271,7 @@ def _read_fp8(part: nn.Module) -> Union[str, Layer]:
     block = (out, width) if block is None else tuple(block)
     grid = -(-out // block[0]) * -(-width // block[1]) if len(block) == 2 and min(block) > 0 else 0
     if scales.numel() != grid or not weight.is_contiguous() or weight.device != scales.device:
-        return "in a form that is not known"
+        return "in an unrecognised form"
     refusal = dispatch.quantized_refusal(weight.device, torch.bfloat16, "fp8")
     refusal = refusal or dispatch.blocked_refusal(out, width, block)
     if refusal is not None:
@@ -288,7 +288,7 @@ def _read_int8(part: nn.Module) -> Union[str, Layer]:
     if type(weight).__name__ != "Int8Params" or not held.keys().isdisjoint(state):
         return f"with a weight of type {type(weight).__name__}"
     if kept.get("has_fp16_weights"):
-        return "that quantises its weight at each call"
+        return "that quantises its weight in every call"
     # The first call moves both from the weight into the state.
     kept = kept if vars(weight).get("CB") is None else vars(weight)
     data, scales = kept.get("CB"), kept.get("SCB")
@@ -303,11 +303,11 @@ def _read_tensor(part: nn.Module) -> Union[str, Layer]:
     state = vars(weight)
     data, scales = state.get("qdata"), state.get("scale")
     if not held.keys().isdisjoint(part.__dict__) or type(data) is not Tensor or type(scales) is not Tensor:
-        return "in a form that is not known"
+        return "in an unrecognised form"
     if state.get("act_pre_scale") is not None or state.get("act_quant_scale") is not None:
-        return "with scales for what it is given"
+        return "with activation scales"
     if state.get("act_quant_kwargs") is not None and data.dtype is torch.int8:
-        return "that rounds what it is given to int8"
+        return "that quantises its input to int8"
     if data.dim() != 2 or state.get("block_size") not in ([1, data.shape[1]], list(data.shape)):
         return f"in blocks of {state.get('block_size')}"
     if data.dtype not in (torch.int8, torch.float8_e4m3fn):
@@ -321,15 +321,15 @@ def _read_tiles(part: nn.Module) -> Union[str, Layer]:
     state = vars(weight)
     data, scales, block = state.get("qdata"), state.get("scale_and_zero"), state.get("block_size")
     if not held.keys().isdisjoint(part.__dict__) or type(data) is not Tensor or type(scales) is not Tensor:
-        return "in a form that is not known"
+        return "in an unrecognised form"
     if state.get("act_pre_scale") is not None:
-        return "with scales for what it is given"
+        return "with activation scales"
     if bias is not None and type(bias) is not nn.Parameter:
         return f"with a bias of type {type(bias).__name__}"
     with torch._C.DisableTorchFunctionSubclass():
         shape = tuple(weight.shape)
     if len(shape) != 2 or not isinstance(block, (list, tuple)) or len(block) != 2 or data.device != scales.device:
-        return "in a form that is not known"
+        return "in an unrecognised form"
     refusal = dispatch.quantized_refusal(data.device, torch.bfloat16, quantized.TILES)
     if refusal is not None:
         return refusal
@@ -346,7 +346,7 @@ def _read_fp8_rows(part: nn.Module) -> Union[str, Layer]:
         or type(weight) is not nn.Parameter
         or type(scales) is not nn.Parameter
     ):
-        return "in a form that is not known"
+        return "in an unrecognised form"
     if weight.dtype is not torch.float8_e4m3fn or weight.dim() != 2:
         return f"with a weight of {weight.dtype}"
     return _in_rows(weight, scales, bias, least_trained=None)
@@ -362,7 +362,7 @@ def _in_rows(
     if bias is not None and type(bias) is not nn.Parameter:
         return f"with a bias of type {type(bias).__name__}"
     if not data.is_contiguous() or data.device != scales.device:
-        return "in a form that is not known"
+        return "in an unrecognised form"
     format = "int8" if data.dtype is torch.int8 else "fp8"
     refusal = dispatch.quantized_refusal(data.device, torch.bfloat16, format)
     refusal = refusal or dispatch.blocked_refusal(out, width, (1, max(1, width)))
@@ -401,7 +401,7 @@ def words_of(weights: Iterable[Any]) -> str:
     most = dispatch.most_blocked_rows(found[0].data, found) if quantized.are_blocked(*found) else dispatch.ANY_ROWS
     rows = f" up to {most} rows" if most < dispatch.ANY_ROWS else ""
     least = dispatch.least_blocked_rows(found)
-    rows = f" from {least} rows on" if least > 0 else rows
+    rows = f" with at least {least} rows" if least > 0 else rows
     return f" in {' and '.join(dict.fromkeys(each.format for each in found))}{rows}" if found else ""
 
 

@@ -79,9 +79,9 @@ def of_global_state() -> Optional[str]:
         if type(mode) is not DeviceContext:  # that of torch.set_default_device, which changes no product
             return f"the mode {type(mode).__name__}"
     if torch._C._get_tracing_state() is not None:
-        return "a trace of torch.jit"
+        return "torch.jit tracing"
     if torch._C._are_functorch_transforms_active():
-        return "a transform of torch.func"
+        return "a torch.func transform"
     # torch.compile records under modes of its own.
     if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
         return "a dispatch mode"

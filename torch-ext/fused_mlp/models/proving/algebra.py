@@ -192,7 +192,7 @@ class Form:
             return _EXPANDED[name](self(args[0]), *args[1:])
         if name in ELEMENTWISE:
             return atom((name, *(self(part) if isinstance(part, Node) else part for part in args)))
-        raise NotProved(f"{name}, which is not known here")
+        raise NotProved(f"{name}, which is unknown here")
 
 
 _POWERS = {"square": 2, "sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1}
@@ -207,7 +207,7 @@ def _gelu(x: Sum, approximate: str) -> Sum:
     if approximate == "none":
         return plus(half, times(half, _erf(times(number(math.sqrt(0.5)), x))))
     if approximate != "tanh":
-        raise NotProved("a gelu that is not known")
+        raise NotProved("an unknown gelu")
     inner = plus(x, times(number(0.044715), power(x, 3)))
     return times(x, sigmoid(times(number(2.0 * math.sqrt(2.0 / math.pi)), inner)))
 
@@ -215,7 +215,7 @@ def _gelu(x: Sum, approximate: str) -> Sum:
 def _clamp(x: Sum, low: Any, high: Any) -> Sum:
     for bound in (low, high):
         if bound is not None and type(bound) not in (int, float):
-            raise NotProved("a clamp by what is no number")
+            raise NotProved("a clamp with a bound that is not a number")
     if low is high is None:
         raise NotProved("a clamp without bounds")
     low = None if low is None or low == -math.inf else float(low)
@@ -227,7 +227,7 @@ def _clamp(x: Sum, low: Any, high: Any) -> Sum:
 
 def _softplus(x: Sum, beta: Any, threshold: Any) -> Sum:
     if not all(type(each) in (int, float) for each in (beta, threshold)):
-        raise NotProved("a softplus of what is no number")
+        raise NotProved("a softplus with a parameter that is not a number")
     return atom(("softplus", x, float(beta), float(threshold)))
 
 
@@ -279,15 +279,15 @@ def dtype_of(value: Any, own: Callable[[Node], bool]) -> Any:
     if value.op in ELEMENTWISE or value.op in ("layer_norm", "linear", "matmul", "module", "mean", "sum"):
         found = {dtype_of(part, own) for part in value.args if isinstance(part, Node) and part.op != "dtype"} - {None}
         if not found:
-            raise NotProved(f"{value.op} of no tensor")
+            raise NotProved(f"{value.op} of something that is not a tensor")
         return functools.reduce(_wider, found)
-    raise NotProved(f"{value.op}, whose dtype is not known")
+    raise NotProved(f"{value.op}, whose dtype is unknown")
 
 
 def _cast(source: Any, target: Any, own: Callable[[Node], bool]) -> Any:
     if isinstance(target, Node):
         if target.op != "dtype":
-            raise NotProved("a cast to what is no dtype")
+            raise NotProved("a cast to something that is not a dtype")
         return dtype_of(target.args[0], own)
     if target not in (torch.float32, torch.float64):
         raise NotProved(f"a cast to {target}")

@@ -108,7 +108,7 @@ class Evaluation:
         self._depends(function, "", "__defaults__", function.__defaults__)
         self._depends(function, "", "__kwdefaults__", function.__kwdefaults__)
         if tree is None or code.co_flags & _GENERATORS or len(self._frames) >= _DEEPEST:
-            raise NotProved(f"{function.__qualname__}, whose source is not known")
+            raise NotProved(f"{function.__qualname__}, whose source is unknown")
         try:
             given = inspect.signature(function, follow_wrapped=False).bind(*args, **options)
         except TypeError:
@@ -173,7 +173,7 @@ class Evaluation:
             raise _unknown(statement, f"a condition on {ast.unparse(statement.test)}")
         if isinstance(first, ast.Continue) and frame.turn is not None:
             if frame.turn.added is not None:
-                raise _unknown(statement, "a turn that ends behind what it adds")
+                raise _unknown(statement, "an iteration that ends early after its sum")
             frame.turn.skips.append(condition)
             return None
         if isinstance(first, ast.Continue) or frame.turn is not None or first.value is None:
@@ -267,9 +267,9 @@ class Evaluation:
             if (each is not frame or other != name) and _shares(value, node)
         ]
         if others or frame.detached or node.op in operations.VIEWS - {"item of"} or node.op in ("input", "parameter"):
-            raise _unknown(where, "a tensor that is written into, and seen under another name")
+            raise _unknown(where, "an in-place write to a tensor with another reference")
         if node.op == "item of" and node.args[0].op != "topk":
-            raise _unknown(where, "a part of a tensor that is written into")
+            raise _unknown(where, "an in-place write to part of a tensor")
 
     # Expressions.
 
@@ -330,7 +330,7 @@ class Evaluation:
             return frame.names[name]
         code = function.__code__
         if name in (*code.co_varnames, *code.co_cellvars):
-            raise _unknown(node, f"{name}, which may be of another turn of a loop, or not there")
+            raise _unknown(node, f"{name}, which may be unset or from another iteration")
         if name in code.co_freevars:
             cell = function.__closure__[code.co_freevars.index(name)]
             return self._read(cell, "", "contents", node)
@@ -342,7 +342,7 @@ class Evaluation:
     def _read(self, owner: Any, part: str, name: str, node: ast.AST) -> Value:
         value = looked_up(owner, name)
         if value is MISSING:
-            raise _unknown(node, f"{name}, which is not there")
+            raise _unknown(node, f"{name}, which does not exist")
         self._depends(owner, part, name, value)
         return value
 
@@ -396,7 +396,7 @@ class Evaluation:
                 return Bound(of_class, owner)
             if type(of_class) in PLAIN:
                 return of_class
-            raise _unknown(node, f"{kind.__name__}.{name}, which is no plain value")
+            raise _unknown(node, f"{kind.__name__}.{name}, which is not a plain value")
         if isinstance(value, nn.Module):
             for part in ("_parameters", "_buffers", "_modules"):
                 if name in state[part]:
@@ -406,7 +406,7 @@ class Evaluation:
                     return Node("parameter", (path,))
             if name in state["_modules"].get("parametrizations", ()):  # a property of torch's
                 return Node("parameter", (path,))
-        raise _unknown(node, f"{kind.__name__}.{name}, which is not there")
+        raise _unknown(node, f"{kind.__name__}.{name}, which does not exist")
 
     def _read_held(self, owner: Any, part: str, name: str, found: Any, path: Tuple[str, ...], node: ast.AST) -> Value:
         if owner == () and type(found) in self._symbols:
@@ -431,7 +431,7 @@ class Evaluation:
             self._depends(owner, "type", name, type(found))
         if isinstance(found, nn.Module) or (hasattr(found, "__dict__") and not isinstance(found, torch.Tensor)):
             return Held(path, found)
-        raise _unknown(node, f"{name}, a {type(found).__name__} that is not known")
+        raise _unknown(node, f"{name}, an unknown {type(found).__name__}")
 
     def _called(self, callee: Value, args: Tuple[Value, ...], options: Dict[str, Value], node: Any = None) -> Value:
         if isinstance(callee, Method):
@@ -482,7 +482,7 @@ class Evaluation:
         self._depends(kind, "", "__call__", call)
         self._depends(part.path, "call", "", refusal)
         if call is not looked_up(nn.Module, "__call__") or not isinstance(forward, FunctionType):
-            raise _unknown(node, f"{kind.__name__}, whose call is not torch's")
+            raise _unknown(node, f"{kind.__name__}, whose __call__ is not torch's")
         if refusal is not None:
             raise _unknown(node, f"{kind.__name__} with {refusal}")
         return self._inlined(forward, (part, *args), options)
@@ -495,7 +495,7 @@ class Evaluation:
         except NotProved as error:
             raise _unknown(node, str(error)) from None
         if made.op == "to" and not (isinstance(made.args[1], (torch.dtype, Node))):
-            raise _unknown(node, "a cast to what is no dtype")
+            raise _unknown(node, "a cast to something that is not a dtype")
         return made
 
     def _applied_by_autograd(self, kind: type, args: Tuple[Value, ...]) -> Node:

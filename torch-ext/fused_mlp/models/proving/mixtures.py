@@ -62,13 +62,13 @@ def loop_of(evaluation: Evaluation, method: Any, sizes: Sizes) -> Loop:
     _is_in_own_dtype(value)
     found = algebra.as_atom(Form(_leaf_of_sum)(value))
     if not isinstance(found, Node):
-        raise NotProved("a sum over experts that is changed again")
+        raise NotProved("a sum over experts that is modified afterwards")
     over, start, skips, (dim, token, source) = found.args
     if start.op != "zeros_like" or start.args[0] != _X or dim != 0:
-        raise NotProved("a sum that does not begin with zeros for each token")
+        raise NotProved("a sum that does not start from zeros for each token")
     loop = _Body(over, sizes)
     if loop.slot(token) != "token":
-        raise NotProved("a sum over other rows than the tokens of an expert")
+        raise NotProved("a sum over rows other than an expert's tokens")
     algebra.dtype_of(source, _is_own)
     for condition in skips:
         loop.leave_out(condition)
@@ -110,7 +110,7 @@ class _Body:
         self._left_out: Set[int] = set()  # experts of which a condition leaves out all tokens
         self._masked: Any = None  # how many experts a mask tells apart
         if _count(self._each) is None:
-            raise NotProved("a loop over something else than experts")
+            raise NotProved("a loop over something other than experts")
 
     def slot(self, node: Any) -> Optional[str]:
         """The coordinate of a slot of this expert that a node is: its token or its position in the top-k of a token."""
@@ -154,12 +154,12 @@ class _Body:
         hidden = next(_found(inner, "half"), None)
         hidden = next(_found(inner, "product"), None) if hidden is None else hidden
         if hidden is None:
-            raise NotProved("no product of the tokens of an expert and its weights")
+            raise NotProved("no product of an expert's tokens and weights")
         gated, hidden = hidden[0] == "half", hidden[1] if hidden[0] == "half" else _with_bias(inner, hidden)
         form = _gated(inner, hidden) if gated else _ungated(inner, hidden)
         rows, up, up_transposed, up_bias = _product(hidden)
         if rows != atom("rows") or transposed != up_transposed:
-            raise NotProved("a product of something else than the tokens of an expert")
+            raise NotProved("a product of something other than an expert's tokens")
         names = (up, down, up_bias, down_bias, None if norm is None else norm[1])
         return Loop(names, form._replace(transposed=transposed), _is_wide(source), self._skips(up))
 
@@ -185,7 +185,7 @@ class _Body:
         for factors, scale in value:
             rest = dict(factors)
             if rest.pop("share", None) != 1:
-                raise NotProved("no product with the weights of the experts of a token")
+                raise NotProved("no product with a token's routing weights")
             terms[frozenset(rest.items())] = scale
         return frozenset(terms.items())
 
@@ -241,7 +241,7 @@ class _Body:
             weight, transposed = weight.args[0], False
         name = self._weight(weight)
         if name is None:
-            raise NotProved("a product with something else than the weights of an expert")
+            raise NotProved("a product with something other than an expert's weights")
         product = atom(("product", form(rows), name, transposed))
         return product if biases in ([], [None]) else algebra.plus(product, form(biases[0]))
 
@@ -259,7 +259,7 @@ def _behind_early_return(node: Node) -> Value:
     """The result of a function behind an early return of zeros for no tokens."""
     condition, early, rest = node.args
     if condition != Node("eq", (Node("numel", (_INDEX,)), 0)) or early.op != "zeros_like" or early.args[0] != _X:
-        raise NotProved("a condition on what it is given")
+        raise NotProved("a condition on its input")
     return rest
 
 
@@ -338,7 +338,7 @@ def _product(value: Sum) -> Tuple[Sum, str, bool, Optional[str]]:
     products = [part for part in atoms if part is not None and part[0] == "product"]
     biases = [part for part in atoms if part is not None and part[0] == "bias"]
     if len(products) != 1 or len(biases) > 1 or len(atoms) != len(products) + len(biases):
-        raise NotProved("no sum of products and biases alone")
+        raise NotProved("not a plain sum of products and biases")
     _, inner, name, transposed = products[0]
     return inner, name, transposed, biases[0][1] if biases else None
 
@@ -347,7 +347,7 @@ def _gated(value: Sum, hidden: Sum) -> ExpertsForm:
     halves = set(_found(value, "half"))
     layouts = {(part[1], part[3]) for part in halves}
     if len(layouts) != 1 or next(iter(layouts))[0] != hidden:
-        raise NotProved("a gate that is not known")
+        raise NotProved("a gate that is not recognised")
     ((_, interleaved),) = layouts
     gate, up = (atom(("half", hidden, part, interleaved)) for part in (0, 1))
     limits = {high for _, of, low, high in _found(value, "clamp") if of == gate}
@@ -359,7 +359,7 @@ def _gated(value: Sum, hidden: Sum) -> ExpertsForm:
         found = algebra.times(form_of(row, bounded), algebra.plus(linear, algebra.number(offset)))
         if algebra.compared(found) == wanted and _limits_of(found) == _limits_of(value):
             return ExpertsForm(row.code, True, interleaved, False, limit, offset)
-    raise NotProved("a gate that is not known")
+    raise NotProved("a gate that is not recognised")
 
 
 def _limits_of(value: Sum) -> Any:
@@ -371,7 +371,7 @@ def _ungated(value: Sum, hidden: Sum) -> ExpertsForm:
     for row in ACTIVATIONS:
         if algebra.compared(form_of(row, hidden)) == wanted:
             return ExpertsForm(row.code, False, False, False, None, 0.0)
-    raise NotProved("an activation that is not known")
+    raise NotProved("an activation that is not recognised")
 
 
 def _is_own(node: Node) -> bool:
@@ -381,7 +381,7 @@ def _is_own(node: Node) -> bool:
 def _is_in_own_dtype(value: Value) -> None:
     """Raises NotProved where a result has another dtype than the input."""
     if not isinstance(value, Node) or algebra.dtype_of(value, _is_own) != algebra.OWN:
-        raise NotProved("a result of another dtype")
+        raise NotProved("a result of a different dtype")
 
 
 def _is_wide(value: Any) -> bool:

@@ -89,7 +89,7 @@ def applied(name: str, args: Tuple[Any, ...], options: Dict[str, Any]) -> Node:
     try:
         given = SIGNATURES[name].bind(*args, **options)
     except TypeError:
-        raise NotProved(f"arguments of {name} that are not known") from None
+        raise NotProved(f"unknown arguments of {name}") from None
     given.apply_defaults()
     values = dict(given.arguments)
     if values.pop("inplace", False) is not False:
@@ -111,7 +111,7 @@ def _simplified(name: str, args: Tuple[Any, ...]) -> Node:
     if name in ("clamp_max", "clamp_min"):
         return Node("clamp", (args[0], *((None, args[1]) if name == "clamp_max" else (args[1], None))))
     if name in ("add", "sub") and args[2] != 1:
-        raise NotProved(f"{name} of a multiple")
+        raise NotProved(f"{name} with alpha")
     if name in ("add", "sub"):
         return Node(name, args[:2])
     if name == "t":

@@ -177,7 +177,7 @@ def of_call(module: nn.Module, kernelizable: bool = False) -> Optional[str]:
         # Fused, that of the class computes the same.
         known = known or (function in written and written[function].function is type(module).forward)
         if not known and not (kernelizable and hasattr(type(module), "kernel_layer_name") and _is_of_a_layer(function)):
-            return "a forward of its own"
+            return "an overridden forward"
     return None
 
 
@@ -190,7 +190,7 @@ def hooks_of(module: nn.Module) -> Optional[str]:
     if hooks:
         return "hooks"
     state = module.__dict__
-    return "a call of its own" if state.get("_call_impl") or state.get("_compiled_call_impl") else None
+    return "an overridden or compiled call" if state.get("_call_impl") or state.get("_compiled_call_impl") else None
 
 
 _NO_METHOD = object()

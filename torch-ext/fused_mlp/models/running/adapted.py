@@ -67,7 +67,7 @@ def refusal(module: nn.Module) -> Optional[str]:
         return state
     layer = adapters.layer_of(module)
     is_active = layer.adapter is not None or quantized.is_any(layer.weight)
-    return refusals.of_global_state() if is_active else "no adapter that is active"
+    return refusals.of_global_state() if is_active else "no active adapter"
 
 
 def _product(module: nn.Module, x: Tensor) -> Optional[Tensor]:

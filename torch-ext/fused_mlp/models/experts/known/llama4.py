@@ -160,7 +160,7 @@ def _read(module: nn.Module) -> Union[str, _Known]:
         if effect is not None:
             return f"{name} with {effect}"
     if "parametrizations" in experts._modules or "parametrizations" in router._modules:
-        return "a weight of another kind"
+        return "an unsupported weight"
     up, down = (experts._parameters[name] for name in _WEIGHTS)
     number, top_k = up.shape[0], router.__dict__.get("top_k")
     if down.shape[0] != number or router.weight.shape[0] != number or type(top_k) is not int or not 0 < top_k <= number:
