@@ -41,7 +41,7 @@ _CALLABLES = (FunctionType, MethodType, type(torch.relu))
 # Functions, and forwards of classes, that spell out a row of the table, with the dependencies of the proof.
 _WRITTEN_OUT: Dict[FunctionType, Tuple[str, Tuple[Dependency, ...]]] = {}
 
-# Classes of _BY_CLASS seen so far (a look-up by class is faster than building its name), and the code of their forwards.
+# Classes of _BY_CLASS seen so far, since a look-up by class is faster than building its name; and their forward's code.
 _classes: Dict[type, str] = {}
 _codes: Dict[type, Any] = {torch.nn.GELU: torch.nn.GELU.forward.__code__}
 
