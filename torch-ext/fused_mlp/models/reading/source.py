@@ -214,7 +214,7 @@ def bound_names(node: ast.AST) -> Iterator[str]:
 
 
 def compiled(definition: ast.FunctionDef, original: FunctionType, names: Tuple[str, ...]) -> CodeType:
-    """Return the code of a definition, compiled in a function whose parameters are its free names and ``names``."""
+    """Compile a definition in a function whose parameters are the original's free names and ``names``."""
     outer = ast.parse("def around(): pass")
     outer.body[0].args.args = [ast.arg(name) for name in (*original.__code__.co_freevars, *names)]
     outer.body[0].body = [definition]
