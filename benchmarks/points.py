@@ -46,7 +46,7 @@ def package(backend: str = DEVICE):
 
 
 def parser(words: str, name: str, stored: bool = True, **defaults: float | None) -> argparse.ArgumentParser:
-    """The options of a benchmark: those of these that it has a default for, and where its run is written."""
+    """The options of a benchmark: those for which it has a default, and the output path of its run."""
     made = argparse.ArgumentParser(description=words, formatter_class=argparse.RawDescriptionHelpFormatter)
     for option, kind, says in (
         ("rounds", int, "turns of each"),
@@ -62,7 +62,7 @@ def parser(words: str, name: str, stored: bool = True, **defaults: float | None)
 
 
 def found_by(run: Callable[[argparse.Namespace], dict], given: argparse.Namespace) -> dict:
-    """What a run finds, or has found."""
+    """The results of a run, or of a stored one."""
     return json.loads(given.source.read_text()) if given.source else run(given)
 
 
@@ -81,7 +81,7 @@ def alike(found: torch.Tensor | None, expected: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def noting(left: dict[str, str], name: str) -> Iterator[None]:
-    """An error in here is one provider's, and is noted as the reason why it is left out."""
+    """Records an error raised inside as the reason why one provider is left out."""
     try:
         yield
     except Exception as error:
@@ -89,35 +89,35 @@ def noting(left: dict[str, str], name: str) -> Iterator[None]:
 
 
 class Clock:
-    """Shares out what is left of a run's time. Only a start is refused: what has begun is finished."""
+    """Divides the rest of a run's time among its points. It only refuses starts: a started provider finishes."""
 
     def __init__(self, minutes: float, points: int) -> None:
         self.end = time.monotonic() + 60 * minutes if minutes > 0 else float("inf")
         self.points = points
 
     def next_point(self) -> None:
-        """Half of a point's share may be spent on starting its providers; the rest is for their turns."""
+        """Starts a point: half of its share may be spent on starting its providers; the rest is for their turns."""
         now = time.monotonic()
         share = max(0.0, self.end - now) / self.points
         self.last_start, self.point_end = now + share / 2, now + share
         self.points -= 1
 
     def left_to_start(self) -> float:
-        """Seconds in which to start a provider. One that was let in has one at least."""
+        """Seconds that remain to start a provider; at least one for a provider that was admitted."""
         return max(1.0, self.last_start - time.monotonic())
 
     def refusal(self) -> str | None:
         return None if time.monotonic() < self.last_start else "no time left"
 
     def rounds(self, seconds: float, most: int) -> int:
-        """The number of rounds of that length that there is time for; two at least."""
+        """The number of rounds of that length that fit into the time; at least two."""
         return int(max(2, min(most, (self.point_end - time.monotonic()) / seconds)))
 
 
 def collect(
     found: dict, points: Iterable, label: Callable[..., dict], figures: Callable[..., dict], clock: Clock, out: Path
 ) -> dict:
-    """Adds what is found at each point to the results, and writes them: one that fails must not lose the others."""
+    """Adds each point's result and writes the results after each, so that a failing point does not lose the others."""
     with tqdm(points, disable=None) as progress:
         for point in progress:
             progress.set_description(", ".join(map(str, point)))
@@ -142,7 +142,7 @@ def tidy() -> None:
 
 
 def compared(calls: dict, compare: Callable[[dict], dict], left: dict[str, str]) -> dict:
-    """The figures of a comparison. If it fails, each call is tried alone, and those that fail are left out."""
+    """The figures of a comparison. If it fails, each call is tried alone, and failing ones are left out."""
     try:
         return compare(calls)
     except Exception:
@@ -167,7 +167,7 @@ def timed(steps: dict[Hashable, Callable[[], object]], clock: Clock, given) -> d
 
     turns = {name: partial(turn, step, iterations(step)) for name, step in steps.items()}
     start = time.monotonic()
-    measure.in_turns(turns, 1)  # warms up, and tells how long a round is
+    measure.in_turns(turns, 1)  # warms up, and measures the length of a round
     of_a_round = time.monotonic() - start
     rounds = clock.rounds(of_a_round * (2 if ON_GPU else 1), given.rounds)
     found = measure.in_turns(turns, rounds)
@@ -179,7 +179,7 @@ def timed(steps: dict[Hashable, Callable[[], object]], clock: Clock, given) -> d
 
 
 def with_memory(figures: dict, memory: dict) -> dict:
-    """The figures of each with the bytes that it saves, and has at most."""
+    """The figures of each way, with its saved bytes and its peak."""
     for name, (saved, peak) in memory.items():
         figures[name] |= {"saved": saved / 2**20, "peak": peak / 2**20}
     return figures
@@ -194,7 +194,7 @@ def show(table: Table, width: int = 140) -> None:
 
 
 def print_table(found: dict, what: str, title: Callable[[dict], str]) -> None:
-    """Every provider at every point, with its ratios to eager, or the reason why it is left."""
+    """Prints every provider at every point, with its ratios to eager, or the reason why it is left out."""
     table = Table(title=f"{where(found)}: {what} (to eager)")
     table.add_column("M, D, H, or a model's step")
     table.add_column("provider", no_wrap=True)

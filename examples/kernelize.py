@@ -1,6 +1,6 @@
-"""`kernels.kernelize`: a layer of the package in place of the forward of a class, for inference and for training.
+"""`kernels.kernelize`: replaces the forward of a class by a layer of the package, for inference and for training.
 
-The mapping says which layer serves which name, on which device and in which mode; a class is marked with the name.
+The mapping assigns a layer to each name, per device and mode; a class is marked with the name.
 """
 
 import copy
@@ -29,7 +29,7 @@ replace_kernel_forward_from_hub(LlamaMLP, "GatedMLP")
 for mode in (Mode.INFERENCE, Mode.INFERENCE | Mode.TORCH_COMPILE, Mode.TRAINING, Mode.TRAINING | Mode.TORCH_COMPILE):
     model = copy.deepcopy(original).train(Mode.TRAINING in mode)
     with use_kernel_mapping(mapping, inherit_mapping=False):
-        # With use_fallback=False a layer that no mapping serves is an error. RMSNorm and others would be, here.
+        # With use_fallback=False a layer without a mapping is an error, which RMSNorm and others would be here.
         kernelize(model, mode=mode, device=device, use_fallback=True)
     call = torch.compile(model, backend="aot_eager") if Mode.TORCH_COMPILE in mode else model
     if Mode.TRAINING in mode:

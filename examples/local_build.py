@@ -1,4 +1,4 @@
-"""Points the kernels library to what `make build` has built, in place of the Hub. With the Hub, leave it out."""
+"""Points the kernels library to the output of `make build` instead of the Hub. With the Hub, leave this out."""
 
 import importlib.metadata
 import logging
@@ -11,13 +11,13 @@ import project
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())
-logging.getLogger("kernels").setLevel(logging.ERROR)  # it warns of every class for which there is no layer
+logging.getLogger("kernels").setLevel(logging.ERROR)  # it warns about every class without a layer
 
 REPO_ID, VERSION = project.repo_id(), project.version()
 
 
 def need_kernels_in_transformers() -> None:
-    """Stops where transformers takes the kernels that is installed for none, and would go on without it."""
+    """Exits if transformers ignores the installed version of kernels, and would go on without it."""
     from transformers.utils import import_utils
 
     if not import_utils.is_kernels_available():

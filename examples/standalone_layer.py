@@ -1,4 +1,4 @@
-"""A layer that stands alone, built from a config: profiled beside the MLP that it computes."""
+"""A standalone layer, built from a config and profiled beside the equivalent MLP."""
 
 import local_build
 import torch

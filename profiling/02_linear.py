@@ -1,4 +1,4 @@
-"""One nn.Linear, eager and compiled: what does a single layer put into the trace?"""
+"""One nn.Linear, eager and compiled: shows what a single layer puts into the trace."""
 
 import environment  # noqa: F401
 import session

@@ -1,4 +1,4 @@
-"""The gated MLP through hand-written kernels, beside the eager one: Liger's, and this package's."""
+"""The gated MLP with hand-written kernels, Liger's and this package's, beside the eager one."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The gated MLP, eager and compiled: what stands between its three GEMMs, and what does the compiler fuse?"""
+"""The gated MLP, eager and compiled: shows the kernels between its three GEMMs, and which ones the compiler fuses."""
 
 import environment  # noqa: F401
 import session

@@ -1,4 +1,4 @@
-"""A headless Chromium for looking at the page; needs Chromium (or Chrome), its driver, and selenium."""
+"""A headless Chromium to render the page; needs Chromium (or Chrome), its driver, and selenium."""
 
 import json
 import shutil
@@ -52,7 +52,7 @@ def show(driver: webdriver.Chrome, page: Path, scheme: str, width: int, height: 
 
 
 def requested(driver: webdriver.Chrome) -> list[str]:
-    """Every address that was asked for since this was last called, but inline data and the browser's own pages."""
+    """All addresses requested since the last call, except inline data and the browser's own pages."""
     messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
     asked = [message["params"] for message in messages if message["method"] == "Network.requestWillBeSent"]
     return [

@@ -1,4 +1,4 @@
-"""Profiles all set-ups at one shape each and writes results.json, from which page.py makes the page."""
+"""Profiles all set-ups at one shape per workload and writes results.json, from which page.py makes the page."""
 
 import json
 

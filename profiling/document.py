@@ -1,4 +1,4 @@
-"""Fills the tables of docs/profiling.md from a results.json, so that they say what was measured and nothing else."""
+"""Fills the tables of docs/profiling.md from a results.json, so that they contain only measured figures."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Imported before the rest: where the modules are that other folders hold, and what is read from the environment."""
+"""Imported before the rest: sets the search path for modules in other folders, and environment variables."""
 
 import os
 import sys
@@ -10,5 +10,5 @@ sys.path.insert(0, str(Path(__file__).resolve().with_name("drawing")))
 import project
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch reads it when it is imported, as the next line does
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch reads it on import, which the next line does
 os.environ.setdefault("LOCAL_KERNELS", project.local_kernels())

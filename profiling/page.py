@@ -1,4 +1,4 @@
-"""Makes the page from results.json: one HTML file that fetches nothing."""
+"""Makes the page from results.json: one HTML file without external resources."""
 
 import argparse
 import json
@@ -12,11 +12,11 @@ import lanes
 import results
 
 TEMPLATES = Path(__file__).with_name("drawing")
-WIDE, NARROW = 9.0, 4.2  # inches: a desktop's drawing, and one whose letters can be read on a phone
+WIDE, NARROW = 9.0, 4.2  # inches: a drawing for desktops, and one with letters that are readable on a phone
 
 
 def make(run: dict, traces: set[str]) -> str:
-    """The page of a run; `traces` are the files that lie beside it and can be linked to."""
+    """The page of a run; `traces` are the files beside it that it may link to."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )

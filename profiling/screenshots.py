@@ -1,4 +1,4 @@
-"""Pictures of the lanes of the page for the README: on a desktop and on a phone, light and dark."""
+"""Takes pictures of the page's lanes for the README: on a desktop and on a phone, light and dark."""
 
 import argparse
 import base64

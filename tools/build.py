@@ -33,7 +33,7 @@ ALL = "all"
 @dataclass(frozen=True)
 class Built:
     variant: plan.Variant
-    bytes: int | None  # the size of the extension, where there is one
+    bytes: int | None  # the size of the extension, if there is one
     seconds: float
     checks: list[abi.Check]
 
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def run(arguments: argparse.Namespace, known: list[str]) -> list[str]:
-    """Builds what is asked for, prints a table of it and returns the errors."""
+    """Builds the requested backends, prints a table of the builds and returns the errors."""
     out, builds, errors = arguments.out.resolve(), [], []
     nvcc = toolchain.nvcc()
     backends = wanted(arguments.backend, known, nvcc is not None)
@@ -108,7 +108,7 @@ def build(backend: str, nvcc: toolchain.Nvcc | None, out: Path, jobs: int, cuda_
 
 @contextmanager
 def locked(cache: Path):
-    """Two builds at a time would write the same files: the second waits."""
+    """Makes a second concurrent build wait, because both would write the same files."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
         lock = os.open(cache / "lock", os.O_CREAT | os.O_WRONLY)
@@ -126,7 +126,7 @@ def locked(cache: Path):
 
 
 def report(builds: list[Built]) -> None:
-    """Prints a table of the builds, and below it the symbols that a check found."""
+    """Prints a table of the builds, and below it the symbols that the checks found."""
     if not builds:
         return
     names = next(([check.name for check in built.checks] for built in builds if built.checks), [])

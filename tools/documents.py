@@ -10,14 +10,14 @@ _PART = re.compile(r"(<!-- filled: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int | None = None) -> str:
-    """A table whose first `left` columns are aligned to the left and the others to the right; without it, none is."""
+    """A table whose first `left` columns are left-aligned and the others right-aligned; without `left`, none is."""
     rule = ["---" if left is None or i < left else "---:" for i in range(len(columns))]
     lines = ([cell.replace("|", "\\|") for cell in line] for line in (columns, rule, *rows))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def fill(text: str, parts: Mapping[str, str]) -> str:
-    """The document with its parts replaced by those of the same names; ValueError for a name that there is not."""
+    """The document with its parts replaced by those of the same names; raises ValueError for an unknown name."""
 
     def replace(match: re.Match) -> str:
         if match[2] not in parts:

@@ -32,8 +32,8 @@ HEADS = {
     "eager-backward": "eager, backward",
     "ours-backward": "**fused-mlp**, backward",
 }
-# The name of a part: the run, what its shapes are called, the columns: a provider, and after the stroke the provider
-# that its speed-up in brackets is over.
+# The name of a part: the run, the label of its shapes, and the columns: a provider, and after the slash the provider
+# that the speed-up in brackets is relative to.
 TABLES = {
     "mlp": ("h100-mlp", "M, D, H", "eager; compile / eager; liger / eager; gemms / eager; ours / eager"),
     "quack": ("h100-quack", "M, D, H", "eager; quack / eager; ours / eager"),
@@ -109,7 +109,7 @@ def figure(value: float) -> str:
 
 
 def gain(*speedups: float) -> str:
-    """A speed-up, or the least and the greatest of several."""
+    """A speed-up, or the smallest and the greatest of several."""
     low, high = (f"{of(speedups):.2f}" for of in (min, max))
     return f"{high}x" if low == high else f"{low}-{high}x"
 
@@ -133,7 +133,7 @@ def machine() -> str:
     )
 
 
-# The table of speed-ups by situation.
+# The table of speed-ups per situation.
 
 GROUPS = {
     "BERT, MiniLM (sentence embeddings)": ("minilm", "bert-base"),
@@ -143,7 +143,7 @@ GROUPS = {
     "diffusion transformers: SD 3, PixArt": ("sd3-medium", "pixart-alpha"),
     "a UNet: Stable Diffusion 1.5": ("sd-1.5 unet",),
 }
-# Rows of machines that never ran it.
+# Rows of hardware that never ran the kernels.
 NEVER_RUN = {
     "A100, L4, L40S, RTX, B200": "mostly cuBLAS and one pointwise kernel",
     "AMD's and Intel's GPUs": "PyTorch; Triton on request",
@@ -151,7 +151,7 @@ NEVER_RUN = {
 
 
 def expect_table() -> str:
-    """Speed-ups by what one runs, the modes beside each other."""
+    """Speed-ups by workload, with the modes side by side."""
     found = models()
     rows = []
     for title, names in GROUPS.items():
@@ -194,7 +194,7 @@ TRAINED = {
 
 
 def training_gains() -> dict[str, list[tuple[float, float]]]:
-    """Parts of eager's wall time and peak memory."""
+    """Ratios to eager's wall time and peak memory."""
     steps = {each["model"]: of_eager(each) for each in run(STEPS)["results"] if not each.get("earlier")}
     adapted = run(ADAPTERS)["results"]
     return {
@@ -208,7 +208,7 @@ def training_gains() -> dict[str, list[tuple[float, float]]]:
 
 
 def compiled_steps_gain(what: str) -> str:
-    """Speed-ups over the same steps by torch.compile."""
+    """Speed-ups over the same steps with torch.compile."""
     steps = [each["providers"] for each in run(STEPS)["results"] if each["model"] in TRAINED.get(what, ())]
     found = [each["compile"]["wall_us"] / each["compile-ours"]["wall_us"] for each in steps if "compile-ours" in each]
     return gain(*found) if found else ""
@@ -240,7 +240,7 @@ MODES = {"eager": "eager", "compiled": "compiled", "graphs": "CUDA graphs"}  # b
 
 
 def models() -> list[dict]:
-    """The run in eager, with what another run has of the same models compiled."""
+    """The results of the eager run, with another run's compiled results of the same models."""
     compiled = {(each["model"], each["size"]): each for each in run("h200-models-compiled")["results"]}
     found = []
     for result in run("h200-models")["results"]:
@@ -250,7 +250,7 @@ def models() -> list[dict]:
 
 
 def models_table() -> str:
-    """In each mode the time unfused, in milliseconds, and the speed-up."""
+    """The unfused time in milliseconds and the speed-up, in each mode."""
     rows = []
     for result in models():
         cells = [f"{result['model']}, {result['size']}"]
@@ -272,7 +272,7 @@ def half_range(times: dict) -> float:
 
 
 def models_speedup(result: dict, mode: str) -> float | None:
-    """None where copies lie further apart than fusing could make them, or nothing was measured."""
+    """The speed-up, or None if copies differ by more than fusing could explain, or nothing was measured."""
     ratio = result["ratios"].get(mode)
     if ratio is None or ratio["high"] - ratio["low"] > 0.25 * ratio["ratio"]:
         return None
@@ -299,7 +299,7 @@ def generate_spread() -> str:
 
 
 def generate_gains(name: str) -> tuple[list[float], list[float]]:
-    """Tokens a second: in eager, and with a static cache in CUDA graphs."""
+    """Gains in tokens a second: in eager mode, and with a static cache in CUDA graphs."""
     eager, graphs = [], []
     for result in run(name)["results"]:
         rates = {way: figures["tokens_per_second"] for way, figures in result["setups"].items()}
@@ -335,7 +335,7 @@ def generate_table() -> str:
 
 
 def training_table() -> str:
-    """Eager's wall time and peak memory; speed-ups over it, and parts of its memory."""
+    """Eager's wall time and peak memory; speed-ups over it, and ratios to its memory."""
     rows = []
     for result in run("h200-training")["results"]:
         times = result["providers"]
@@ -369,7 +369,7 @@ STEP_WAYS = {
 
 
 def training_steps_table() -> str:
-    """Whole steps: the GPU's busy time, kernels, wall time and peak memory of each way, and parts of eager's."""
+    """Whole steps: the GPU's busy time, kernels, wall time and peak memory of each way, and ratios to eager's."""
     rows = []
     for result in run(STEPS)["results"]:
         eager = result["providers"]["eager"]
@@ -401,12 +401,12 @@ ADAPTED_PARTS = ("mlp", "inference", "step", "experts", "experts in inference")
 
 
 def adapters_time(result: dict) -> str:
-    """The time that counts: in graphs for inference, of the wall for a step, and else of the GPU."""
+    """The relevant time: in graphs for inference, wall time for a step, otherwise GPU time."""
     return {"inference": "graph_us", "step": "wall_us"}.get(result["part"], "kernel_us")
 
 
 def adapters_table() -> str:
-    """Eager's time and peak memory; speed-ups over it, and ours' part of its memory."""
+    """Eager's time and peak memory; speed-ups over it, and the ratio of our memory to its."""
     rows = []
     timed = [(each, adapters_time(each), "") for each in run(ADAPTERS)["results"] if each["providers"]]
     timed += [(each, "kernel_us", ", GPU time") for each, key, _ in timed if key == "wall_us"]
@@ -443,12 +443,12 @@ CODES_ON_CPU = "xeon-quantised"
 
 
 def quantised_results(name: str) -> list[dict]:
-    """Those of cases that the other way takes, and that both ran at."""
+    """The results of cases that the other way supports and that both ran."""
     return [result for result in run(name)["results"] if {"eager", "ours"} <= result["providers"].keys()]
 
 
 def quantised_gains(name: str, kind: str, most_rows: int) -> list[float]:
-    """Speed-ups of few rows."""
+    """Speed-ups at few rows."""
     found = [each for each in quantised_results(name) if each["format"] == kind and each["shape"][0] <= most_rows]
     key = time_of(name)
     return [each["providers"]["eager"][key] / each["providers"]["ours"][key] for each in found]
@@ -459,7 +459,7 @@ def time_of(name: str) -> str:
 
 
 def quantised_table(name: str) -> str:
-    """A line for each width and format, a column for each number of rows: our time, and the speed-up."""
+    """A line per width and format, a column per number of rows: our time, and the speed-up."""
     lines: dict[str, dict[int, str]] = {}
     for result in quantised_results(name):
         rows, *width = result["shape"]
@@ -499,7 +499,7 @@ def quantised_models_gains(kind: str) -> tuple[list[float], list[float]]:
 
 
 def quantised_models_table() -> str:
-    """Tokens a second of decoding; of a step of QLoRA the time, and the peak of its memory."""
+    """Tokens a second of decoding; the time and the peak memory of a QLoRA step."""
     rows = []
     for result in quantised_results(QUANTISED_MODELS):
         part, batch, *_ = result["shape"]
@@ -534,7 +534,7 @@ EXPERTS_OF_CODES = "h200-quantised-experts"  # by benchmarks/experts/quantised_e
 
 
 def quantised_experts_gains(kind: str) -> list[float]:
-    """Speed-ups of few tokens over weights of bfloat16."""
+    """Speed-ups over bfloat16 weights at few tokens."""
     found = run(EXPERTS_OF_CODES)["results"]
     return [each["bf16"] / each["ours"] for each in found if each["format"] == kind and each["tokens"] <= 128]
 
@@ -558,7 +558,7 @@ UNFUSED = {
 
 
 def unfused_points(kind: str) -> dict[int, list[float]]:
-    """Speed-ups of the turns, by rows."""
+    """Speed-ups of all turns, by number of rows."""
     points = (point for point in run("h100-unfused")["points"] if point["kind"] == kind)
     return {point["rows"]: [1 / ratio for ratio in point["ratios"]] for point in points}
 
@@ -623,7 +623,7 @@ def experts_table() -> str:
 
 
 def gpu_experts_table() -> str:
-    """GPU time in microseconds, and the speed-up over the fastest other way; ours by what other GPUs have, too."""
+    """GPU time in microseconds, and the speed-up over the fastest other way; also for our kernels of other GPUs."""
     rows = []
     for result in run("h200-experts")["results"]:
         if result["routing"] != "balanced" or not result["providers"]:
@@ -667,7 +667,7 @@ def experts_machine() -> str:
 
 
 def mma_sync_table() -> str:
-    """The GEMMs of sm_80 on a Hopper GPU, with what else multiplies by mma.sync there."""
+    """The GEMMs of sm_80 on a Hopper GPU, beside other implementations that use mma.sync there."""
     rows = []
     for entry in run("h200-mma-sync")["found"]:
         us = entry.get("us", {})
@@ -685,7 +685,7 @@ def mma_sync_table() -> str:
     return documents.table(heads, rows, left=1)
 
 
-# The least that a gated MLP can take.
+# Lower bounds of the time of a gated MLP.
 
 FLOPS_PER_US, BYTES_PER_US = 800e6, 3.0e6
 
@@ -694,7 +694,7 @@ def floors_table() -> str:
     rows = []
     for m, d, h in (result["shape"] for result in run("h100-mlp")["results"]):
         cells, least = [], 0.0
-        # Rows in, rows out and weights of the two kernels, in elements of two bytes.
+        # Input rows, output rows and weights of the two kernels, in elements of two bytes.
         for flops, elements in ((4 * m * d * h, m * d + 2 * d * h + m * h), (2 * m * d * h, m * h + d * h + m * d)):
             arithmetic, moved = flops / FLOPS_PER_US, 2 * elements / BYTES_PER_US
             cells.append(f"{max(arithmetic, moved):.0f}, {'arithmetic' if arithmetic > moved else 'bytes'}")
@@ -710,7 +710,7 @@ ROWS = ((1, 15), (16, 127), (128, 2048))
 
 
 def modules_table() -> str:
-    """By dtype, way and machine: medians of the speed-ups, by number of rows and of all; how many are losses."""
+    """By dtype, way and machine: median speed-ups, per number of rows and overall; the number of losses."""
     rows = []
     for dtype, way in itertools.product(("float32", "bfloat16"), ("inference", "training")):
         for maker in MODULES:
@@ -742,7 +742,7 @@ def modules_machines() -> str:
     return f"{'; '.join(words)}. Medians of the speed-ups."
 
 
-# Models that fuse_mlps takes.
+# Models that fuse_mlps fuses.
 
 
 def coverage_sentence() -> str:

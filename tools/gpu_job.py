@@ -26,7 +26,7 @@ exec .ci/gpu
 """
 PLAIN = {"NO_COLOR": "1", "COLUMNS": "100", "TQDM_DISABLE": "1"}
 FIGURES = "== figures"  # .ci/gpu prints it above the JSON of the benchmark
-SHOWN = 60  # lines: the table of the benchmark, and how the tests ended
+SHOWN = 60  # lines: the benchmark's table, and the end of the tests' output
 
 
 def main() -> None:

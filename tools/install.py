@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 BYTES = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
-# Messages of pip: of a wheel that it fetches, and of an index that it cannot reach.
+# pip's messages: about a wheel that it downloads, and about an index that it cannot reach.
 FETCHED = re.compile(r"\s+(?:Downloading|Using cached) (?:\S*/)?([^/\s]+?)-\d\S* \(([\d.]+) (kB|MB|GB)\)")
 UNREACHABLE = re.compile(r"Retrying \(Retry\(|connection broken by|Failed to establish a new connection")
 
@@ -18,7 +18,7 @@ UNREACHABLE = re.compile(r"Retrying \(Retry\(|connection broken by|Failed to est
 def main() -> None:
     arguments = sys.argv[1:]
     print(f"Installing {announced(arguments)}", flush=True)
-    # Python compiles what is imported when it is; pip would compile all, which takes longer than the rest of its work.
+    # Python compiles modules on import; pip would compile all of them, which takes longer than the rest of its work.
     options = ["--disable-pip-version-check", "--no-input", "--progress-bar", "off", "--no-compile"]
     command = [sys.executable, "-m", "pip", "install", *options, *arguments]
     said, size, packages = [], 0.0, 0
@@ -47,13 +47,13 @@ def announced(arguments: list[str]) -> str:
 
 
 def show(words: str) -> None:
-    """Replaces the line of progress on a terminal; elsewhere there is none."""
+    """Replaces the progress line on a terminal; prints none elsewhere."""
     if sys.stdout.isatty():
         print(f"\r\033[K{words[:79]}", end="", flush=True)
 
 
 def fault(said: list[str]) -> str:
-    """The error of pip, in a line."""
+    """pip's error in one line."""
     if any(map(UNREACHABLE.search, said)):
         return "pip reaches no package index: is there a network, and does it need a proxy (pip config list)?"
     reasons = [line.removeprefix("ERROR: ").strip() for line in said if line.startswith("ERROR: ")]

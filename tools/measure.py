@@ -22,8 +22,8 @@ iterations_within, in_turns, neighbours = timing.iterations_within, timing.in_tu
 def gpu_microseconds(run: Callable[[], object], iterations: int) -> tuple[float, float]:
     """GPU busy time and number of kernels of one call, averaged over `iterations` calls.
 
-    Busy time is the union of the kernels' intervals: a kernel that starts while the one before it drains is not counted
-    twice.
+    Busy time is the union of the kernels' intervals, so a kernel that starts while the previous one drains is not
+    counted twice.
     """
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:
         for _ in range(iterations):
@@ -34,7 +34,7 @@ def gpu_microseconds(run: Callable[[], object], iterations: int) -> tuple[float,
 
 
 def _kernels_of(trace: profile) -> list[tuple[float, float, str]]:
-    """Start, end and name of what ran on the GPU, in the order of the starts."""
+    """Start, end and name of all GPU activities, ordered by start."""
     on_gpu = [event for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     return sorted((event.time_range.start, event.time_range.end, event.name) for event in on_gpu)
 
@@ -50,17 +50,17 @@ def _busy(kernels: list[tuple[float, float, str]]) -> float:
 def gpu_microseconds_call_by_call(
     calls: Mapping[Hashable, Callable[[], object]], rounds: int
 ) -> dict[Hashable, dict[str, float]]:
-    """GPU busy time and number of kernels of a call: medians of single calls, each with one a round, in random order.
+    """GPU busy time and number of kernels of a call: medians over rounds with one call of each, in random order.
 
-    Products of large matrices make the GPU lower its clock, by up to 15% and for as long as it likes. Turns of several
-    calls each meet clocks of their own; here all calls meet the same.
+    Large matrix products make the GPU lower its clock, by up to 15% and for an unknown time. Turns of several calls
+    would run at different clocks; single calls in random order see the same.
     """
     marker = torch.zeros(1, dtype=torch.uint8, device="cuda")
     order = []
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:
         for _ in range(rounds):
             for name in random.sample(list(calls), len(calls)):
-                torch.bitwise_not(marker, out=marker)  # nobody else uses this kernel: it tells where a call begins
+                torch.bitwise_not(marker, out=marker)  # nothing else uses this kernel, so it marks the start of a call
                 calls[name]()
                 order.append(name)
             torch.cuda.synchronize()
@@ -81,9 +81,9 @@ def gpu_microseconds_call_by_call(
 def compare(
     providers: dict[str, Callable[[], object]], rounds: int = 5, budget_us: float = 20_000.0
 ) -> dict[str, dict[str, float]]:
-    """Figures of a call of each provider, in turns: wall_us, and on a GPU kernel_us, kernels and cpu_us.
+    """Figures of one call of each provider, interleaved: wall_us, and on a GPU kernel_us, kernels and cpu_us.
 
-    A turn is as many calls as fit into `budget_us`, from 3 to 100.
+    A turn makes as many calls as fit into `budget_us`, from 3 to 100.
     """
     turns = {name: partial(_turn, run, iterations_within(run, budget_us)) for name, run in providers.items()}
     return in_turns(turns, rounds)
@@ -94,8 +94,8 @@ def copies_in_turns(
 ) -> dict[str, list[dict[str, float]]]:
     """Figures of each copy of each variant: the milliseconds of a call, ``ms``, and their ``ratio`` to the first's.
 
-    In a turn a copy of each variant runs, one right after the other, and a ratio is that of such neighbours. Figures
-    are medians over the rounds. There may be fewer copies of a variant than of the first one.
+    In a turn one copy of each variant runs, directly after one another, and a ratio compares copies of one turn.
+    Figures are medians over the rounds. A variant may have fewer copies than the first one.
     """
     turns = {}
     for copy, runs in enumerate(itertools.zip_longest(*made.values())):
@@ -119,10 +119,10 @@ def _turn(run: Callable[[], object], iterations: int) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Nothing of earlier calls is freed meanwhile: on a GPU that would count as memory which this gives back.
+    """Prevents memory of earlier calls from being freed meanwhile, which a GPU would count as freed by this call.
 
-    Garbage is not collected, and backwards run on the calling thread: a thread of autograd's own may still hold
-    gradients when the backward that it ran has returned.
+    Disables garbage collection and runs backwards on the calling thread, because autograd's own threads may still hold
+    gradients after a backward has returned.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -136,7 +136,7 @@ def _undisturbed() -> Iterator[None]:
 
 @_undisturbed()
 def saved_and_peak(forward: Callable[[], torch.Tensor], backward: Callable[[torch.Tensor], object]) -> tuple[int, int]:
-    """Bytes that the forward leaves for the backward, its result apart, and the most that were allocated in both."""
+    """Bytes that the forward saves for the backward, without its result, and the peak of the allocations in both."""
     if torch.cuda.is_available():
         synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -161,15 +161,15 @@ def saved_and_peak(forward: Callable[[], torch.Tensor], backward: Callable[[torc
 
 
 def captured(run: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
-    """A graph of that many calls. The current stream must not be the default one, which captures no graphs."""
-    run()  # what happens once, like loading the kernel, must not be captured
+    """A graph of that many calls. The current stream must not be the default stream, which cannot capture graphs."""
+    run()  # one-time work, like loading the kernel, must not be captured
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin()
     try:
         for _ in range(calls):
             run()
-    finally:  # or the stream stays one that captures, for who comes next
+    finally:  # otherwise the stream would stay in capture mode
         graph.capture_end()
     return graph
 
@@ -177,9 +177,9 @@ def captured(run: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
 def compare_in_graphs(
     providers: dict[str, Callable[[], object]], rounds: int = 5, budget_us: float = 20_000.0
 ) -> dict[str, dict[str, float]]:
-    """Time of a call of each provider in a CUDA graph, which the CPU cannot keep waiting: graph_us, in turns.
+    """Time of a call of each provider in a CUDA graph, which the CPU cannot delay: graph_us, interleaved.
 
-    A turn replays a graph of as many calls as :func:`compare` makes.
+    A turn replays a graph with as many calls as :func:`compare` makes.
     """
     with torch.cuda.stream(torch.cuda.Stream()):
         turns = {name: partial(_replay, *_graph_within(run, budget_us)) for name, run in providers.items()}
@@ -207,7 +207,7 @@ def replay_microseconds(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def machine() -> dict[str, str]:
-    """The facts that a figure depends on."""
+    """The facts about the machine that a figure depends on."""
     facts = {"torch": torch.__version__}
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
@@ -226,7 +226,7 @@ def machine() -> dict[str, str]:
 
 
 def copy_bandwidth(megabytes: int = 512) -> float:
-    """Bytes per second, read plus written, of a copy within the device's memory."""
+    """Bytes per second, read plus written, of a copy within device memory."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     source = torch.empty(megabytes << 20, dtype=torch.uint8, device=device).fill_(1)
     target = torch.empty_like(source)
@@ -234,7 +234,7 @@ def copy_bandwidth(megabytes: int = 512) -> float:
 
 
 def product_rate(dtype: torch.dtype) -> float:
-    """Floating-point operations per second of PyTorch's product of square matrices, of the size that suits it best."""
+    """Floating-point operations per second of PyTorch's product of square matrices, at its best size."""
     on_gpu = torch.cuda.is_available()
     rates = []
     for n in (4096, 8192) if on_gpu else (512, 1024, 2048):

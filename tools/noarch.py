@@ -32,7 +32,7 @@ def write(folder: Path) -> None:
 
 
 def build_toml() -> str:
-    """The general part of the tree's own, with these backends, and nothing to compile."""
+    """The general part of the tree's build.toml, with these backends and nothing to compile."""
     general = project.config()["general"]
     hub = general.pop("hub")
     lines = [f"{key} = {_value(value)}" for key, value in (general | {"backends": [*BACKENDS]}).items()]

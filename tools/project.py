@@ -35,12 +35,12 @@ def repo_id() -> str:
 
 
 def package() -> Path:
-    """The Python that ships."""
+    """The folder of the Python that ships."""
     return ROOT / "torch-ext" / python_name()
 
 
 def package_file(place: str) -> ModuleType:
-    """A file of the package that imports none of the others, as a module: the whole package takes a build to load."""
+    """A package file that imports no other one, as a module. Loading the whole package would need a build."""
     name = f"{python_name()}_{Path(place).stem}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, package() / place)
@@ -55,10 +55,10 @@ def local_kernels() -> str:
 
 
 def loadable_build() -> Path:
-    """The local build, or its CPU variant where `kernels` would look for another that can run nothing, or is not there.
+    """The local build, or its CPU variant if `kernels` would choose one that cannot run here or does not exist.
 
-    `kernels` goes by the installed torch, which from PyPI is built for CUDA, whether or not there is a GPU, and on Macs
-    for Metal; and layers cannot be asked for with a backend.
+    `kernels` chooses by the installed torch. PyPI's is built for CUDA, whether or not there is a GPU, and on Macs for
+    Metal; and a backend cannot be specified for layers.
     """
     import torch
 
@@ -69,7 +69,7 @@ def loadable_build() -> Path:
 
 
 def machine() -> str:
-    """This machine as variants have it at the end of their names: x86_64-linux, aarch64-linux, aarch64-darwin."""
+    """This machine's suffix in the names of variants: x86_64-linux, aarch64-linux, aarch64-darwin."""
     cpu = {"arm64": "aarch64"}.get(platform.machine(), platform.machine())
     return f"{cpu}-{platform.system().lower()}"
 

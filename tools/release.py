@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def revision(text: str) -> str:
-    if not text:  # the Hub would take it for the main branch
+    if not text:  # the Hub would read an empty name as the main branch
         raise argparse.ArgumentTypeError("empty: was anything staged?")
     return text
 
@@ -55,7 +55,7 @@ def check_build(build: Path) -> str | None:
 
 
 def snapshot(build: Path) -> None:
-    """Writes the public API of this version down: once, when the version is new."""
+    """Records the public API of this version: once, when the version is new."""
     api.snapshot().write_text("\n".join(api.describe(check.load(build))) + "\n")
     console.print(f"wrote {api.snapshot().relative_to(project.ROOT)}")
 
@@ -73,13 +73,13 @@ def try_staged(revision: str) -> int:
 
 
 def promote(revision: str) -> str | None:
-    """Publishes what was staged as a commit on the branch of the version, and prints the new commit."""
+    """Publishes a staged commit on the branch of the version, and prints the new commit."""
     with tempfile.TemporaryDirectory() as folder:
         return _print_commit(lambda hub: publish.promote(revision, hub, Path(folder)))
 
 
 def _print_commit(write: Callable[[HfApi], str]) -> str | None:
-    # The Hub gives a token of an hour to the workflow that runs this, a trusted publisher of the repository.
+    # The Hub gives a token for one hour to the workflow that runs this, a trusted publisher of the repository.
     os.environ["HF_OIDC_RESOURCE"] = f"kernels/{project.repo_id()}"
     try:
         console.print(write(HfApi()))
@@ -105,18 +105,18 @@ def check_tag(tag: str) -> str | None:
 
 
 def _holds(reference: str, tag: str) -> bool:
-    """True if the commit of a tag is that of a reference, or came before it."""
+    """True if the commit of a tag is the commit of a reference, or an ancestor of it."""
     command = ["git", "merge-base", "--is-ancestor", f"refs/tags/{tag}", reference]
     return subprocess.run(command, cwd=project.ROOT).returncode == 0
 
 
 def check_gate(build: Path) -> str | None:
-    """Checks variants that Nix built, and that none is missing which the Hub has of this version."""
+    """Checks variants that Nix built, and that they include all that the Hub has for this version."""
     return check.gate(build, publish.published_variants(HfApi()), console)
 
 
 def sign(build: Path, tag: str) -> str | None:
-    """Signs the metadata of every variant, and verifies it as signed by the workflow of releases, for the tag."""
+    """Signs the metadata of every variant, and verifies that the release workflow signed it for the tag."""
     return signature.sign(build, tag)
 
 
@@ -126,7 +126,7 @@ def smoke() -> int:
 
 
 def rehearse() -> str | None:
-    """Rehearse a release in a fresh clone: build, check, publish to a Hub on loopback, load it and fuse a model."""
+    """Rehearses a release in a fresh clone: build, check, publish to a Hub on loopback, load it and fuse a model."""
     with tempfile.TemporaryDirectory() as folder:
         return dry_run.run(Path(folder), console)
 

@@ -30,7 +30,7 @@ except ModuleNotFoundError as error:
 HEADER = project.ROOT / "cuda/sm90/plan/tuning.h"
 FOLDER = project.BUILD / "tune"
 TIMES = FOLDER / "times.json"
-FEW_ROWS = 256  # reported apart
+FEW_ROWS = 256  # reported separately
 
 
 @dataclasses.dataclass
@@ -114,7 +114,7 @@ def load(path: Path) -> Times:
 
 
 def report(constants: fit.Constants, model: Model, timed: list[Point]) -> None:
-    """Compare the choice as it is and the fitted one with the best kernel, and with torch's way."""
+    """Compares the present and the fitted choice with the best kernel, and with torch's way."""
 
     def fitted(point: Point) -> Kernel:
         return constants.choose(model, point)
@@ -130,8 +130,8 @@ def report(constants: fit.Constants, model: Model, timed: list[Point]) -> None:
 
 
 def choice_quality(points: list[Point], choose: Callable[[Point], Kernel]) -> tuple[float, float, int]:
-    """The time in units of the best kernel's, on average and at worst; at how many points torch's way is faster. A
-    kernel that there is no more counts as infinitely slow.
+    """The time in units of the best kernel's, on average and at worst; the number of points where torch's way is
+    faster. A kernel that no longer exists counts as infinitely slow.
     """
     chosen = [point.times.get(choose(point), math.inf) for point in points]
     ratios = [time / point.best for point, time in zip(points, chosen)]

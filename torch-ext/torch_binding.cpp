@@ -2,6 +2,8 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include <string>
+
 #include "calls/direct/gradients.h"
 #include "calls/direct/ops.h"
 #include "calls/plain_modules.h"
@@ -93,9 +95,12 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "top_k_weights, Tensor gate_up_weight, Tensor down_weight, Tensor? gate_up_bias, Tensor? down_bias, "
       "Tensor?[] factors, float[] scalings, Tensor? rank_rows, int activation, bool gated, bool interleaved, "
       "bool transposed, float? limit, float up_offset, int needs) -> Tensor[]");
-  ops.def(
-      "training_forward(Tensor x, Tensor weight, Tensor? up_weight, Tensor? second_weight, Tensor? bias, "
-      "Tensor? up_bias, Tensor? second_bias, int activation, bool keep, bool? up_first) -> (Tensor, Tensor, Tensor)");
+  for (const char* name : {"training_forward", "graph_training_forward"}) {
+    ops.def((std::string(name) +
+             "(Tensor x, Tensor weight, Tensor? up_weight, Tensor? second_weight, Tensor? bias, Tensor? up_bias, "
+             "Tensor? second_bias, int activation, bool keep, bool? up_first) -> (Tensor, Tensor, Tensor)")
+                .c_str());
+  }
   ops.def(
       "plan_training(Tensor x, Tensor weight, Tensor? up_weight, Tensor? second_weight, Tensor? bias, "
       "Tensor? up_bias, int activation, bool keep) -> str");
@@ -157,6 +162,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, FUSED_MLP_DISPATCH_KEY, o
   ops.impl("plan_experts", TORCH_BOX(&fused_mlp::plan_experts));
   ops.impl("top_k_router", TORCH_BOX(&fused_mlp::top_k_router));
   ops.impl("training_forward", TORCH_BOX(&fused_mlp::training_forward));
+  ops.impl("graph_training_forward", TORCH_BOX(&fused_mlp::training_forward));
   ops.impl("plan_training", TORCH_BOX(&fused_mlp::plan_training));
 #if defined(CUDA_KERNEL)
   ops.impl("sigmoid_router", TORCH_BOX(&fused_mlp::sigmoid_router));

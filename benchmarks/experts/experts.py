@@ -33,7 +33,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 import gemm_kernels
 import measure
 
-ALIKE = 3e-2  # relative difference of two results that bfloat16 explains
+ALIKE = 3e-2  # relative difference of two results that bfloat16 can cause
 TITLES = {
     "eager": "eager",
     "grouped_mm": "grouped_mm",
@@ -56,7 +56,7 @@ class Mixture:
     hidden: int
     tokens: tuple[int, ...]
     trained: tuple[int, ...] = ()  # numbers of tokens at which forward and backward are measured too
-    of_gpt_oss: bool = False  # transposed weights with biases, gates and ups in turns and limited
+    of_gpt_oss: bool = False  # transposed weights with biases, gates and ups interleaved and limited
 
     @property
     def title(self) -> str:
@@ -74,7 +74,7 @@ MIXTURES = GPU_MIXTURES if ON_GPU else CPU_MIXTURES
 
 
 def experts_of(mixture: Mixture) -> nn.Module:
-    """The experts as transformers has them in a Qwen3-MoE, or in gpt-oss, with random weights."""
+    """transformers' experts of a Qwen3-MoE, or of gpt-oss, with random weights."""
     if mixture.of_gpt_oss:
         sizes = {"intermediate_size": mixture.hidden, "num_local_experts": mixture.experts}
         kind, config = GptOssExperts, transformers.GptOssConfig(hidden_size=mixture.dim, **sizes)
@@ -89,10 +89,10 @@ def experts_of(mixture: Mixture) -> nn.Module:
 
 
 def routed(mixture: Mixture, tokens: int, routing: str) -> tuple[Tensor, Tensor]:
-    """Draw a router's choice: the experts of every token, and their weights."""
+    """Draws a router's choice: the experts of every token, and their weights."""
     rank = torch.arange(1, mixture.experts + 1, device=DEVICE, dtype=torch.float32)
     likely = -rank.log() if routing == "zipf" else torch.zeros_like(rank)
-    # To take the largest after adding Gumbel noise is to draw without putting back.
+    # The largest values after adding Gumbel noise are a draw without replacement.
     noise = torch.rand(tokens, mixture.experts, device=DEVICE).log().neg().log().neg()
     index = (likely + noise).topk(mixture.top_k).indices
     return index, torch.rand(tokens, mixture.top_k, device=DEVICE).softmax(-1).bfloat16()
@@ -104,7 +104,7 @@ OF_GPT_OSS = {"activation": "quick_gelu", "interleaved": True, "transposed": Tru
 def ways(
     module: nn.Module, fused_mlp, tokens: int, slow: tuple[str, ...]
 ) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """The ways that are compared, by name."""
+    """The compared ways, by name."""
 
     def by_transformers(implementation: str, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         module.config._experts_implementation = implementation
@@ -129,11 +129,11 @@ def ways(
         names.append("batched_mm")
     made = {name: partial(by_transformers, name) for name in names}
     made["ours"] = partial(ours, "auto")
-    if ON_GPU:  # "auto" takes one of them
+    if ON_GPU:  # "auto" chooses one of them
         made["ours-cuda"] = partial(ours, "cuda")
         made["ours-triton"] = partial(ours, "triton")
         if gemm_kernels.runs_on("sm80", torch.cuda.get_device_capability()):
-            # The kernels for other GPUs than Hopper, which a Hopper GPU runs where they are forced.
+            # The kernels for other GPUs than Hopper; a Hopper GPU runs them if they are forced.
             made["ours-mma"] = partial(forced, "sm80")
     if "liger" in slow and not isinstance(module, GptOssExperts):
         from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
@@ -154,7 +154,7 @@ def trained(way: Callable, module: nn.Module, x: Tensor, index: Tensor, weights:
 
 
 def failing(calls: dict[str, Callable[[], Tensor]], end: float) -> dict[str, str]:
-    """The calls that do not run, or do not agree with grouped_mm, or find no time before `end`; and why."""
+    """The calls that fail, or do not agree with grouped_mm, or get no time before `end`, with the reasons."""
     expected = calls["grouped_mm"]().float()
     left = {}
     for name, call in calls.items():
@@ -186,14 +186,14 @@ def run(given) -> dict:
 
     def figures(mixture: Mixture, tokens: int, routing: str, backward: bool) -> dict:
         if mixture not in modules:
-            modules.clear()  # the last one's memory first
+            modules.clear()  # frees the previous one's memory first
             modules[mixture] = experts_of(mixture)
         module = modules[mixture]
         index, weights = routed(mixture, tokens, routing)
         x = torch.randn(tokens, mixture.dim, device=DEVICE).bfloat16()
         calls = {}
         for name, way in ways(module, fused_mlp, tokens, slow).items():
-            if backward and (name == "eager" or name.startswith("ours-")):  # minutes, and what "ours" is
+            if backward and (name == "eager" or name.startswith("ours-")):  # takes minutes; is the same as "ours"
                 continue
             calls[name] = (
                 partial(trained, way, module, x, index, weights) if backward else partial(way, x, index, weights)
@@ -223,7 +223,7 @@ def label(result: dict) -> str:
 
 
 def times(results: list[dict]) -> dict[str, str]:
-    """The times that were measured, and what they are called: GPU time on a GPU alone."""
+    """The measured times and their names: GPU time only on a GPU."""
     on_gpu = any("kernel_us" in figures for result in results for figures in result["providers"].values())
     return {"kernel_us": "GPU time", "wall_us": "wall time"} if on_gpu else {"wall_us": "wall time"}
 

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 import measure
 
-ROUTINGS = 8  # that take turns
+ROUTINGS = 8  # that alternate
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ TOKENS = (1, 16, 64, 128, 256, 1024, 4096)
 
 
 def stack(fused_mlp, mixture: Mixture, out: int, width: int):
-    """Random weights of about the size that models have."""
+    """Random weights of about the magnitude of a model's."""
     shape = mixture.experts, out, width
     if mixture.format == "fp8":
         values = torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(torch.float8_e4m3fn)
@@ -64,7 +64,7 @@ def called(fused_mlp, mixture: Mixture, x: Tensor, shares: Tensor, weights: list
 
 
 def decoded_first(fused_mlp, call: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
-    """The same, with no kernel that reads codes."""
+    """The same call without kernels that read codes."""
     operands = sys.modules[f"{fused_mlp.__name__}.quantized.experts"]
     none = {"MOST_ROWS": dict.fromkeys(operands.FORMATS, 0), "MOST_FEW_ROWS": dict.fromkeys(operands.FORMATS, 1 << 40)}
 
@@ -76,7 +76,7 @@ def decoded_first(fused_mlp, call: Callable[[Tensor], object]) -> Callable[[Tens
 
 
 def in_turns(run: Callable[[Tensor], object], routings: list[Tensor]) -> Callable[[], object]:
-    """A call with the next of these routings."""
+    """A call that uses the next of these routings each time."""
     turn = itertools.cycle(routings)
     return lambda: run(next(turn))
 

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 import measure
 
 FORMATS = {"nf4": ("nf4", False), "nf4-nested": ("nf4", True), "fp4": ("fp4", False)}
-FP8 = {"fp8-blocks": (128, 128), "fp8-rows": None}  # the blocks
+FP8 = {"fp8-blocks": (128, 128), "fp8-rows": None}  # block sizes
 INTEGERS = {
     "int8": quantised_integers.Int8MLP,
     "int4": quantised_integers.Int4MLP,
@@ -53,12 +53,12 @@ WIDTHS = {"cuda": ((4096, 14336), (2048, 8192), (8192, 28672)), "cpu": ((2048, 5
 WIDTHS["quick"] = ((128, 256),)
 ROWS = {"cuda": (1, 4, 16, 64, 256, 512, 2048, 8192), "cpu": (1, 4, 16, 64, 256), "quick": (1, 3)}
 VERSIONS = {library.__name__: library.__version__ for library in (bitsandbytes, peft, transformers)}
-L2_BYTES = 60e6  # more than that of any GPU here
+L2_BYTES = 60e6  # more than the L2 of any GPU here
 SILU = 4  # the code of the activation
 
 
 class GatedMLP(nn.Module):
-    """A gated MLP of bitsandbytes' layers, as models quantised by transformers have it."""
+    """A gated MLP of bitsandbytes' layers, as in models quantised by transformers."""
 
     def __init__(self, width: int, hidden: int, quant_type: str, nested: bool) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class GatedMLP(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
     def operands(self) -> tuple:
-        """The weights as the op takes them; gate and up share a code."""
+        """The weights in the op's form; gate and up share a code."""
         weights, layouts, offsets = [], [], []
         code = self.gate.weight.quant_state.code
         for layer in (self.gate, self.up, self.down):
@@ -88,7 +88,7 @@ class GatedMLP(nn.Module):
 
 @functools.lru_cache(maxsize=1)
 def made(width: int, hidden: int, form: str) -> list[nn.Module]:
-    """MLPs of more bytes than a GPU's L2 keeps until their next turn."""
+    """MLPs with more bytes in total than a GPU's L2 keeps until their next turn."""
     torch.manual_seed(0)
     of_value = 1.0 if form in FP8 or form == "int8" else 0.5
     copies = max(1, round(L2_BYTES / (3 * of_value * width * hidden)) + 1) if ON_GPU else 1
@@ -104,7 +104,7 @@ def made(width: int, hidden: int, form: str) -> list[nn.Module]:
 def calls_of(
     rows: int, width: int, hidden: int, form: str, fused_mlp, providers: list[str], left: dict[str, str]
 ) -> dict[str, Callable]:
-    """A call of each provider, which takes another MLP each time; but of those that fail or whose results differ."""
+    """A call of each provider that uses another MLP each time, without providers that fail or whose results differ."""
     ops = importlib.import_module(f"{fused_mlp.__name__}._ops").ops
     modules = made(width, hidden, form)
     x = torch.randn(rows, width, device=DEVICE, dtype=torch.bfloat16)
@@ -115,7 +115,7 @@ def calls_of(
         return lambda: ops.quantized_mlp(x, *operands, [None] * 3, SILU, True)
 
     def of_its_own(module: nn.Module) -> Callable[[], Tensor]:
-        # On a CPU bitsandbytes packs weights anew at the first call in eval mode.
+        # On a CPU bitsandbytes repacks weights at the first call in eval mode.
         own = module if ON_GPU else copy.deepcopy(module).eval()
         return lambda: own(x)
 
@@ -126,7 +126,7 @@ def calls_of(
     }
     gate, up, down = plain
     expected, calls = F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down).float(), {}
-    for name in ways:  # eager's results first: they are what ours are compared with
+    for name in ways:  # eager's results first: ours are compared with them
         with points.noting(left, name):
             runs = ways[name]()
             found = runs[0]().float()
@@ -141,7 +141,7 @@ def calls_of(
 
 
 def thread_times(calls: dict[str, Callable], rounds: int, budget_us: float) -> dict[str, dict[str, float]]:
-    """CPU time of one thread: the least of a turn's calls, in turns. What else runs on a machine does not count."""
+    """CPU time of one thread: the minimum over a turn's calls, interleaved. Other processes do not count."""
     torch.set_num_threads(1)
 
     def turn(call: Callable) -> dict[str, float]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Sizes are constants of what is compiled: for a benchmark to patch torch._dynamo.config with.
+# Makes sizes constants of the compiled code: a benchmark patches torch._dynamo.config with it.
 COMPILED = {"automatic_dynamic_shapes": False, "recompile_limit": 64}
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
@@ -77,7 +77,7 @@ class GatedMLP(nn.Module):
         return found
 
     def operands(self) -> tuple:
-        """The weights as the op takes them."""
+        """The weights in the op's form."""
         weights, layouts = [], []
         for values, scales in self.parts():
             weights += [values, scales, None, None, None]

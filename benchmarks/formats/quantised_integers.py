@@ -27,7 +27,7 @@ class Int8MLP(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
     def parts(self) -> list[tuple[Tensor, Tensor]]:
-        """Values and scales, which the first call moves."""
+        """Values and scales; the first call moves them."""
         layers = [getattr(self, name) for name in SIZES]
         holders = [layer.state if layer.weight.CB is None else layer.weight for layer in layers]
         return [(holder.CB, holder.SCB) for holder in holders]
@@ -36,7 +36,7 @@ class Int8MLP(nn.Module):
         return [(values.float() * (scales[:, None] / 127)).to(dtype) for values, scales in self.parts()]
 
     def operands(self) -> tuple:
-        """The weights as the op takes them."""
+        """The weights in the op's form."""
         weights, layouts = [], []
         for values, scales in self.parts():
             weights += [values, scales, None, None, None]
@@ -53,7 +53,7 @@ class Int4MLP(nn.Module):
             scales = (0.5 + torch.rand(out, of // GROUP)) * of**-0.5 / 4.6
             self.register_buffer(f"{name}_scales", scales.bfloat16().float())
             data = getattr(self, name)
-            if torch.get_default_device().type == "cuda":  # first in the upper half there
+            if torch.get_default_device().type == "cuda":  # on a GPU the first value is in the upper half
                 packed = torch._convert_weight_to_int4pack(data % 16 * 16 + data // 16, 8)
             else:
                 values = torch.stack((data % 16, data // 16), -1).view(out, of)
@@ -81,7 +81,7 @@ class Int4MLP(nn.Module):
     def operands(self) -> tuple:
         weights, layouts = [], []
         for name, shape in zip(SIZES, self.shapes, strict=True):
-            with_zeros = getattr(self, f"{name}_scales").view(torch.int32) | 8  # which are their last bits
+            with_zeros = getattr(self, f"{name}_scales").view(torch.int32) | 8  # the last bits are the zero points
             weights += [getattr(self, name), with_zeros.view(torch.float32), None, None, None]
             layouts += [*shape, 1, GROUP, 0]
         return weights, layouts, [0.0] * 3

@@ -24,7 +24,7 @@ import measure
 
 DTYPE = torch.bfloat16
 BATCHES = (1, 16)
-CACHED, PLACES = 512, 576  # tokens that are there, and that there is room for, as in generate.py
+CACHED, PLACES = 512, 576  # tokens in the cache, and its capacity, as in generate.py
 RANK, TRAINED = 16, (4, 1024)
 TOLERANCE = 0.1  # of logits: FP8 rounds the decoded weights to bfloat16
 BLOCK = (128, 128)
@@ -45,7 +45,7 @@ def _trained(quick: bool) -> nn.Module:
 
 
 def replace(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> nn.Module:
-    """The model with other linear layers, but for that of the vocabulary."""
+    """Replaces all linear layers of the model except the vocabulary's."""
     for path, layer in list(model.named_modules()):
         if type(layer) is nn.Linear and "head" not in path:
             model.set_submodule(path, make(layer))
@@ -53,7 +53,7 @@ def replace(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> nn.Modu
 
 
 def nf4(layer: nn.Linear) -> nn.Module:
-    """bitsandbytes' layer, as transformers makes it by default: scales are not nested."""
+    """bitsandbytes' layer as transformers makes it by default, with scales that are not nested."""
     options = {"quant_type": "nf4", "compress_statistics": False}
     sizes = {"input_features": layer.in_features, "output_features": layer.out_features, "bias": False}
     made = bitsandbytes.nn.Linear4bit(**sizes, compute_dtype=DTYPE, device="meta", **options)
@@ -62,7 +62,7 @@ def nf4(layer: nn.Linear) -> nn.Module:
 
 
 def fp8(layer: nn.Linear) -> nn.Module:
-    """transformers' layer. The values that it stands for are put into the one that is given."""
+    """transformers' layer. Writes the values that it represents into the given layer."""
     out, width = layer.weight.shape
     tiles = layer.weight.data.float().view(out // BLOCK[0], BLOCK[0], width // BLOCK[1], BLOCK[1])
     scales = tiles.abs().amax((1, 3), keepdim=True) / quantised_fp8.LARGEST
@@ -80,7 +80,7 @@ def twin(model: nn.Module) -> nn.Module:
 
 
 def step_of(model: nn.Module, batch: int) -> Callable[[], Tensor]:
-    """A call that decodes one token for each sequence, at the same place each time."""
+    """A call that decodes one token for each sequence, at the same position each time."""
     cache = transformers.StaticCache(config=model.config, max_cache_len=PLACES)
     ids = torch.zeros(batch, 1, dtype=torch.long, device=DEVICE)
     places = torch.full((1, 1), CACHED, device=DEVICE)
@@ -126,12 +126,12 @@ def decoding(kind: str, batch: int, fused_mlp, given) -> dict:
 
 
 def qlora(fused_mlp, given) -> dict:
-    """Figures of a step of training, as training_models.py takes them."""
+    """Figures of a training step, measured as in training_models.py."""
     reports = {}
 
     def make(variant: str) -> training_models.Step:
         model = replace(_trained(given.quick), nf4)
-        model.is_loaded_in_4bit = True  # by which PEFT chooses its layers
+        model.is_loaded_in_4bit = True  # PEFT chooses its layers by this
         options = {"r": RANK, "lora_alpha": 2 * RANK, "target_modules": "all-linear", "init_lora_weights": False}
         model = peft.get_peft_model(model, peft.LoraConfig(**options), autocast_adapter_dtype=False).train()
         if variant == "ours":
@@ -144,8 +144,8 @@ def qlora(fused_mlp, given) -> dict:
 
 
 def points_of(formats: list[str]) -> list[tuple]:
-    """The batch and the format of a step of decoding; of QLoRA its sequences and tokens too. transformers' layers of
-    FP8 are read on GPUs alone."""
+    """The batch and the format of a decoding step; for QLoRA also its sequences and tokens. transformers' FP8 layers
+    are only read on GPUs."""
     kinds = [kind for kind in ("nf4", "fp8-blocks") if kind in formats and (kind == "nf4" or ON_GPU)]
     found = [("decoding", batch, kind) for kind in kinds for batch in BATCHES]
     return found + ([("qlora", *TRAINED, "nf4")] if "nf4" in formats else [])

@@ -36,7 +36,7 @@ class Heuristic(ctypes.Structure):
 class Product:
     """out [m, n] = x [m, k] weight [n, k]^T, dense, by any algorithm of cuBLASLt."""
 
-    _ids_of_ampere: ClassVar[dict[torch.dtype, set[int]]] = {}  # once they are known, no others are tried
+    _ids_of_ampere: ClassVar[dict[torch.dtype, set[int]]] = {}  # once these are known, no others are tried
 
     def __init__(self, x: torch.Tensor, weight: torch.Tensor):
         self.x, self.weight = x, weight
@@ -53,7 +53,7 @@ class Product:
         transposed = ctypes.c_int32(OPERATION_T)
         size = ctypes.c_size_t(4)
         self._call("cublasLtMatmulDescSetAttribute", self.description, TRANSPOSE_A, ctypes.byref(transposed), size)
-        # By columns: out^T [n, m] = (weight^T [k, n])^T x^T [k, m].
+        # Column-major: out^T [n, m] = (weight^T [k, n])^T x^T [k, m].
         self.layouts = [self._layout(rows, columns) for rows, columns in ((k, n), (k, m), (n, m))]
         self.one, self.zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
 
@@ -77,12 +77,12 @@ class Product:
         self._call("cublasLtMatmul", self.handle, self.description, *operands, chosen, pointers[3], size, stream)
 
     def _attempt(self, algorithm: Algorithm) -> None:
-        """Runs it, if cuBLASLt can, which it does not know before."""
+        """Runs an algorithm if cuBLASLt can; it does not know beforehand."""
         with contextlib.suppress(RuntimeError):
             self.run(algorithm)
 
     def algorithms(self, only: set[int] | None = None) -> list[tuple[int, Algorithm]]:
-        """Every algorithm, tile, number of stages and order of CTAs that takes this product, with the algorithm's id;
+        """Every algorithm, tile, number of stages and order of CTAs that accepts this product, with the algorithm's id;
         k is not split."""
         ids, count = (ctypes.c_int * 256)(), ctypes.c_int()
         types = (COMPUTE_32F, R_32F, *[self.type] * 4)
@@ -121,7 +121,7 @@ class Product:
         return status == 0 and result.state == 0 and result.workspace <= WORKSPACE
 
     def ampere(self) -> list[tuple[str, Algorithm]]:
-        """The algorithms that are one kernel of Ampere's class, and its name."""
+        """The algorithms that launch a single Ampere kernel, with its name."""
         known = self._ids_of_ampere.get(self.x.dtype)
         offered = self.algorithms(known)
         launched = launches([lambda each=each: self._attempt(each) for _, each in offered])
@@ -135,7 +135,7 @@ class Product:
 
 
 def launches(runs: list[Callable[[], None]]) -> list[list[str]]:
-    """The names of the kernels that each of them launches, of one profile: a fill stands between two."""
+    """The names of the kernels that each run launches, from one profile in which a fill separates the runs."""
     marker = torch.empty(1, device="cuda")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         for run in runs:
@@ -153,7 +153,7 @@ def launches(runs: list[Callable[[], None]]) -> list[list[str]]:
 
 
 def _loaded(name: str) -> ctypes.CDLL | None:
-    torch.cuda.current_blas_handle()  # loads torch's
+    torch.cuda.current_blas_handle()  # loads torch's cuBLAS
     try:
         return ctypes.CDLL(name)
     except OSError:

@@ -1,4 +1,4 @@
-// The peaks of a GPU, for mma_sync.py: products by mma.sync from registers, and reading memory.
+// Measures the peaks of a GPU for mma_sync.py: products by mma.sync from registers, and memory reads.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -7,7 +7,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// Each warp adds into eight tiles in turn, so that no product waits for the one before it.
+// Each warp cycles over eight accumulator tiles, so that no product waits for the previous one.
 __global__ void __launch_bounds__(kThreads) products(float* sink, int rounds) {
   constexpr int kTiles = 8;
   float d[kTiles][4] = {};
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kThreads) reading(const uint4* memory, int64_t
 
 }  // namespace
 
-// Returns the operations that it starts.
+// Returns the number of operations that it launches.
 extern "C" double start_products(float* sink, int multiprocessors, int rounds, cudaStream_t stream) {
   const int blocks = multiprocessors * 4;
   products<<<blocks, kThreads, 0, stream>>>(sink, rounds);

@@ -44,10 +44,10 @@ SHAPES = {  # M, D, H of each part
 }
 COMPARED = 24  # ways at a time
 SLOW = 1.5  # times the least: one call of such a way is enough
-SETTLED = 40_000.0  # microseconds of a turn in which the clock, which large products lower, is the way's own
-LOOKS, TURNS = 7, 27  # for each way in a search, and for the best: from turn to turn large products differ by 5%
+SETTLED = 40_000.0  # microseconds of a turn that is long enough for the clock, which large products lower, to settle
+LOOKS, TURNS = 7, 27  # for each way in a search, and for the best ones: large products differ by 5% between turns
 FINALISTS = 2  # from each search; the turns decide among them
-FEW = 64  # rows, up to which streamed kernels are tried
+FEW = 64  # streamed kernels are tried up to this many rows
 COPIES = 8  # copies of weights take this many times the bytes of L2
 Way = Callable[[], object]
 
@@ -65,9 +65,9 @@ def build() -> ctypes.CDLL:
 
 
 def microseconds(ways: dict[Hashable, Way], rounds: int = 5, budget: float = 4000.0) -> dict[Hashable, float]:
-    """Medians of one call of each, as graphs that take turns long enough for clocks to settle.
+    """Medians of one call of each, as interleaved graphs whose turns are long enough for clocks to settle.
 
-    Each round has an order of its own: a clock may still be that of the way before.
+    The order changes each round, because the clock may still be that of the previous way.
     """
     turns = {}
     for name, way in ways.items():
@@ -83,7 +83,7 @@ def microseconds(ways: dict[Hashable, Way], rounds: int = 5, budget: float = 400
 
 
 def at_first_sight(way: Way, calls: int = 2) -> float:
-    """Microseconds of one call, or what the CPU takes to start it, if that is more."""
+    """Microseconds of one call, or of its launch on the CPU if that takes longer."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(calls):
@@ -94,7 +94,7 @@ def at_first_sight(way: Way, calls: int = 2) -> float:
 
 
 class Search(NamedTuple):
-    """For the fastest of some ways: those that are to be compared further. One that ran out of time has none."""
+    """Among some ways, the fastest ones that remain to be compared. A search that ran out of time has none."""
 
     names: list[str]
     tried: int
@@ -102,7 +102,7 @@ class Search(NamedTuple):
 
 
 def search(ways: dict[str, Way], seconds: float) -> Search:
-    """Compares the ways; where there are many, the best of a first look, which may take these seconds."""
+    """Compares the ways; if there are many, only the best of a first look, which may take these seconds."""
     candidates = list(ways)
     if len(ways) > COMPARED:
         looked = first_look(ways, seconds)
@@ -114,7 +114,7 @@ def search(ways: dict[str, Way], seconds: float) -> Search:
 
 
 def first_look(ways: dict[str, Way], seconds: float) -> dict[str, float]:
-    """Microseconds of a call, those of slow ways from one alone; of the ways that there was time for."""
+    """Microseconds of a call of each way that there was time for; slow ways are called once."""
     until, looked = time.monotonic() + seconds, {}
     for name, way in ways.items():
         if time.monotonic() > until:
@@ -164,7 +164,7 @@ def matrix(n: int, k: int) -> torch.Tensor:
 
 
 class Bench:
-    """Results so far, and how more are measured."""
+    """Collects results, and measures more."""
 
     def __init__(self, fused_mlp, library: ctypes.CDLL, seconds: float, out: Path):
         self.fused_mlp, self.library, self.seconds, self.out = fused_mlp, library, seconds, out
@@ -184,7 +184,7 @@ class Bench:
         self.out.with_suffix(".json").write_text(json.dumps(self.found, indent=1) + "\n")
 
     def compare(self, what: str, flops: float, product: str, call: Way, x: torch.Tensor, weight: torch.Tensor) -> dict:
-        """The best of ours, which does all of the call, and of those that multiply alone, where it was found."""
+        """Compares the best of our kernels, for the whole call, with the best of those that only multiply, if found."""
         every = {
             "ours": ours(self.fused_mlp, product, call),
             "cublaslt": cublaslt_ways(x, weight),
@@ -247,7 +247,7 @@ class Bench:
         self._stream_weights(f"down {m} rows", "Plain", (dim, hidden), lambda down: self.fused_mlp.linear(rows, down))
 
     def _stream_weights(self, what: str, product: str, size: tuple[int, int], call: Callable[[torch.Tensor], object]):
-        """Against reading them. Every call takes the next of some copies, so that neither finds weights in L2."""
+        """Compares with reading the weights. Calls alternate over copies, so that neither finds weights in L2."""
         count, l2 = 2 * size[0] * size[1], torch.cuda.get_device_properties(0).L2_cache_size
         copies = itertools.cycle([matrix(*size) for _ in range(-(-COPIES * l2 // count))])
 
@@ -288,7 +288,7 @@ def run(given: argparse.Namespace) -> dict:
 
 
 def print_table(found: dict) -> None:
-    """Microseconds of each, and what the entry is about: shares of the peak, of the bandwidth, or a ratio."""
+    """Prints microseconds of each way, and the entry's measure: share of the peak or of the bandwidth, or a ratio."""
     table = Table(title=found["machine"]["gpu"])
     for column, justify in (("", "left"), ("us", "left"), ("share or ratio", "left"), ("our kernel", "left")):
         table.add_column(column, justify=justify)

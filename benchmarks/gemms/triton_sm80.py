@@ -10,7 +10,7 @@ from torch.cuda._utils import _cuda_load_module
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-# Rows of x, weight rows and k of a tile, warps, stages.
+# Each tile's rows of x, weight rows and k, then warps and stages.
 TILES = [(128, 256, 64, 8, 3), (256, 128, 32, 8, 4), (128, 128, 64, 4, 3), (128, 128, 32, 4, 4), (64, 128, 64, 4, 3)]
 
 
@@ -41,7 +41,7 @@ def product(a, w, out, m, n, k, BM: tl.constexpr, BN: tl.constexpr, BK: tl.const
 
 @functools.cache
 def loaded(tile: tuple[int, ...]):
-    """The kernel, the shared memory and the number of parameters of a tile. Its driver takes a while over the PTX."""
+    """The kernel, the shared memory and the number of parameters of a tile. The driver compiles the PTX slowly."""
     bm, bn, bk, warps, stages = tile
     types = {"a": "*bf16", "w": "*bf16", "out": "*bf16", "m": "i32", "n": "i32", "k": "i32"}
     types |= dict.fromkeys(("BM", "BN", "BK"), "constexpr")
@@ -65,7 +65,7 @@ class Product:
         self.block = (32 * tile[3], 1, 1)
         self.grid = (triton.cdiv(len(x), tile[0]) * triton.cdiv(len(weight), tile[1]), 1, 1)
         sizes = [len(x), len(weight), x.shape[1]]
-        scratch = torch.empty(16, device=x.device)  # Triton adds pointers to memory that this kernel does not use
+        scratch = torch.empty(16, device=x.device)  # Triton adds pointers to scratch memory, unused here
         self.arguments = [self.x, self.weight, self.out, *sizes, *[scratch] * (parameters - 6)]
 
     def run(self) -> None:

@@ -10,7 +10,7 @@ _WORDS = {"faster": "pays", "slower": "does not pay"}
 
 
 class Ratio(NamedTuple):
-    """A time in units of another one, and the wider spread of the turns of the two."""
+    """The ratio of two times, and the wider of their spreads over turns."""
 
     value: float
     spread: float = 0.0
@@ -21,13 +21,13 @@ class Ratio(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """The meaning for who would fuse: "pays", "even", "does not pay" or "too noisy to tell"."""
+        """The meaning for a user: "pays", "even", "does not pay" or "too noisy to tell"."""
         found = timing.verdict(self.value, self.spread)
         return _WORDS.get(found, found)
 
 
 def pays_from(ratios: dict[int, Ratio]) -> int | None:
-    """The least M from which on every measured M pays, or None where the largest one does not."""
+    """The smallest M from which on every measured M pays, or None if the largest one does not."""
     found = None
     for m in sorted(ratios, reverse=True):
         if ratios[m].verdict != "pays":
@@ -37,7 +37,7 @@ def pays_from(ratios: dict[int, Ratio]) -> int | None:
 
 
 def sentence(ratios: dict[int, Ratio]) -> str:
-    """Say where fusing pays, makes no difference, does not pay and cannot be judged, from the ratio at each M."""
+    """Says at which M fusing pays, makes no difference, does not pay or cannot be judged, from the ratio at each M."""
     start = pays_from(ratios)
     before = {m: ratio.verdict for m, ratio in ratios.items() if start is None or m < start}
     if start == min(ratios):
@@ -59,7 +59,7 @@ def sentence(ratios: dict[int, Ratio]) -> str:
 
 
 def ratios(results: list[dict], key: str, other: str | None) -> dict[int, Ratio]:
-    """Ours over `other`, or where that is None over the fastest peer that computes the whole, by M."""
+    """Ratios of ours to `other`, or if that is None to the fastest peer that computes the whole, by M."""
     found = {}
     for result in results:
         times = {name: figures[key] for name, figures in result["providers"].items() if name not in PARTS}
@@ -71,6 +71,6 @@ def ratios(results: list[dict], key: str, other: str | None) -> dict[int, Ratio]
 
 
 def ratio(result: dict, key: str, name: str, other: str) -> Ratio:
-    """The time of a provider over another one's at a shape. Runs whose turns left no spread count as quiet."""
+    """The ratio of two providers' times at a shape. Runs without a recorded spread count as quiet."""
     one, base = result["providers"][name], result["providers"][other]
     return Ratio(one[key] / base[key], max(each.get(f"{key}_spread", 0.0) for each in (one, base)))

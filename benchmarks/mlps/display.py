@@ -13,18 +13,18 @@ _STYLES = {"pays": "green", "even": "yellow", "does not pay": "bold red", "too n
 
 
 def metrics(results: list[dict]) -> dict[str, str]:
-    """The times that were measured, of which a CPU has one."""
+    """The kinds of time that were measured; a CPU has one."""
     figures = next(iter(results[0]["providers"].values()))
     return {key: name for key, name in METRICS.items() if key in figures}
 
 
 def compared_with_eager(results: list[dict]) -> list[str]:
-    """The providers of the whole MLP, and the least that it could take."""
+    """The providers of the whole MLP, and its lower bound."""
     return [name for name in results[0]["providers"] if name != "eager" and (name not in PARTS or name == "gemms")]
 
 
 def print_table(results: list[dict]) -> None:
-    """Every provider at every shape."""
+    """Prints every provider at every shape."""
     title = "microseconds (spread of the turns); ratios to eager in the same run"
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False)
     measured = metrics(results)
@@ -61,7 +61,7 @@ def _speedup(ratio: break_even.Ratio) -> str:
 
 
 def print_over_m(results: list[dict], dim: int, hidden: int, activation: str) -> None:
-    """Every M, a table for each kind of time, and where fusing pays in words."""
+    """Prints a table over M for each kind of time, and a sentence on where fusing pays."""
     console = Console(highlight=False)
     names = compared_with_eager(results)
     for key, metric in metrics(results).items():

@@ -56,7 +56,7 @@ LOSS = 1.05  # times the original's time
 
 
 def keep_memory() -> None:
-    """Has glibc, where that is the C library, keep what is freed."""
+    """Makes glibc, if that is the C library, keep freed memory."""
     if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "mallopt"):
         trim_threshold, mmap_max = -1, -4
         library.mallopt(trim_threshold, 2**31 - 1)
@@ -64,7 +64,7 @@ def keep_memory() -> None:
 
 
 class Point:
-    """A kind of MLP, its widths, and how many rows it is given."""
+    """A kind of MLP, its widths, and its number of rows."""
 
     def __init__(self, chance: random.Random) -> None:
         self.kind = chance.choice(list(KINDS))
@@ -100,7 +100,7 @@ class Point:
 
 
 def ratio(point: Point, dtype: torch.dtype, training: bool, fused_mlp, given) -> float:
-    """The time of the fused modules, as a part of the originals': medians of the turns of all copies."""
+    """The time of the fused modules relative to the originals': medians over the turns of all copies."""
     grad = contextlib.nullcontext() if training else torch.inference_mode()
     with grad:
         calls = {}
@@ -118,7 +118,7 @@ def ratio(point: Point, dtype: torch.dtype, training: bool, fused_mlp, given) ->
 
 
 def turn(call: Callable[[], object], length_us: float) -> float:
-    """Microseconds of a call, on average over as many as fill a turn, without the first, which finds cold caches."""
+    """Average microseconds of the calls that fill a turn, without the first, which runs with cold caches."""
     call()
     calls = max(2, int(length_us / max(1.0, measure.wall_microseconds(call, 1))))
     return measure.wall_microseconds(call, calls)
@@ -147,7 +147,7 @@ def run(given) -> dict:
 
 
 def print_table(found: dict) -> None:
-    """By dtype and way; then, of each, by number of rows; then the losses."""
+    """Prints figures by dtype and way, then for each by number of rows, then the losses."""
     machine = found["machine"]
     where = machine.get("gpu") or f"{machine['cpu']}, {machine['threads']} threads, {machine['instructions']}"
     table = Table(title=f"{where}: time of fused modules, 1 = the original's")

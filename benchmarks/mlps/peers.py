@@ -79,7 +79,7 @@ def parse():
 
 
 def wanted_providers(given):
-    """The names asked for, less those that cannot run here; asking for one of these by name is an error."""
+    """The requested names without those that cannot run here; naming one of these explicitly is an error."""
     names = given.providers or (OVER_M if given.dim else providers.WORKLOADS[given.workload][1])
     absent = {name: reason for name in names if (reason := providers.unavailable(name, given.activation))}
     if given.providers and absent:
@@ -90,7 +90,7 @@ def wanted_providers(given):
 
 
 def drawn(count, seed):
-    """Rows and widths as models have them: even in their logarithms, widths multiples of 64."""
+    """Draws rows and widths as in models: uniform in their logarithms, with widths that are multiples of 64."""
     chance = random.Random(seed)
 
     def between(low, high, step=1):
@@ -111,7 +111,7 @@ def wanted_shapes(given):
 
 
 def run(given):
-    """The figures of all shapes and providers, and the machine's facts."""
+    """The figures of all shapes and providers, and facts about the machine."""
     make_providers, wanted = providers.WORKLOADS[given.workload][0], wanted_providers(given)
     fused_mlp = points.package()
     options = {"activation": given.activation} if given.workload == "mlp" else {}

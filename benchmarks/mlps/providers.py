@@ -7,7 +7,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-# The activations that an MLP is measured with, as eager computes them, and what Liger and QuACK call their gated forms.
+# The measured activations of an MLP, as eager computes them, and Liger's and QuACK's names of their gated forms.
 GELU_TANH = "gelu_pytorch_tanh"
 ACTIVATIONS = {GELU_TANH: partial(F.gelu, approximate="tanh"), "gelu": F.gelu, "silu": F.silu}
 _LIGER = {GELU_TANH: ("geglu", "LigerGELUMulFunction"), "silu": ("swiglu", "LigerSiLUMulFunction")}
@@ -31,7 +31,7 @@ def unavailable(name, activation=GELU_TANH):
 
 
 NEEDS = {"liger": "liger_kernel", "quack": "quack"}
-PARTS = ("gemms", "gate-up-gemm", "ours-gated", "gemm")  # a part of the work gives no answer, and is no peer
+PARTS = ("gemms", "gate-up-gemm", "ours-gated", "gemm")  # these compute only a part of the work, so they are no peers
 
 
 def eager_mlp(x, gate, up, down, function):
@@ -52,7 +52,7 @@ def compiled(function, *operands, **options):
 
 
 def mlp_providers(shape, dtype, fused_mlp, wanted, activation=GELU_TANH):
-    """Callables that compute down(activation(gate(x)) * up(x)), by name; `gemms` computes the products alone."""
+    """Callables that compute down(activation(gate(x)) * up(x)), by name; `gemms` computes only the products."""
     function = ACTIVATIONS[activation]
     m, d, h = shape
     x = torch.randn(m, d, dtype=dtype, device=device())
@@ -97,7 +97,7 @@ def mlp_providers(shape, dtype, fused_mlp, wanted, activation=GELU_TANH):
 
 
 def linear_providers(shape, dtype, fused_mlp, wanted):
-    """Callables that compute gelu_tanh(x w^T + b), by name; `gemm` computes the product alone."""
+    """Callables that compute gelu_tanh(x w^T + b), by name; `gemm` computes only the product."""
     m, k, n = shape
     x = torch.randn(m, k, dtype=dtype, device=device())
     weight = torch.randn(n, k, dtype=dtype, device=device()) * k**-0.5

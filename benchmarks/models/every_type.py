@@ -32,7 +32,7 @@ from survey import tiny
 
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 CALLS = (("inference", 1, 1), ("inference", 8, 256), ("training", 2, 64), ("training", 8, 256))  # mode, batch, tokens
-SLOWER, WORSE = 1.03, 1.3  # what is listed
+SLOWER, WORSE = 1.03, 1.3  # limits above which a type is listed
 
 
 def inputs_of(model: nn.Module, batch: int, tokens: int) -> dict[str, torch.Tensor]:
@@ -82,7 +82,7 @@ def without_dropout(model: nn.Module) -> nn.Module:
 
 
 def errors(models: dict[str, nn.Module], mode: str, given: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Of the unfused and of the fused model, the larger one of the result's and the gradients'."""
+    """For the unfused and the fused model, the larger of the errors of the result and of the gradients."""
     wide = {name: value.float() if value.is_floating_point() else value for name, value in given.items()}
     expected = run(models["wide"], mode, wide).double()
     exact = [parameter.grad for parameter in models["wide"].parameters()]
@@ -98,7 +98,7 @@ def errors(models: dict[str, nn.Module], mode: str, given: dict[str, torch.Tenso
 
 
 def times(models: dict[str, nn.Module], mode: str, given: dict[str, torch.Tensor], seconds: float) -> dict[str, float]:
-    """The lower quartile of each model's calls, in turns."""
+    """The lower quartile of each model's calls, interleaved."""
     names = ["unfused", "fused", "again"]
     taken = {name: [] for name in names}
     end = time.perf_counter() + seconds
@@ -145,7 +145,7 @@ def work(types: multiprocessing.Queue, results: multiprocessing.Queue, arguments
             return
         try:
             results.put((model_type, figures(kernel, model_type, arguments)))
-        except Exception as error:  # a model that these inputs do not suit
+        except Exception as error:  # these inputs do not fit the model
             results.put((model_type, points.words(error)))
             if ON_GPU and isinstance(error, torch.AcceleratorError):
                 return  # the process has lost its GPU

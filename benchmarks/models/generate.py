@@ -56,7 +56,7 @@ MODELS = {
         head_dim=128,
         vocab_size=VOCABULARY,
     ),
-    "tiny": transformers.LlamaConfig(  # to try the benchmark itself where there is no GPU
+    "tiny": transformers.LlamaConfig(  # to try the benchmark itself without a GPU
         hidden_size=128,
         intermediate_size=512,
         num_hidden_layers=2,
@@ -85,7 +85,7 @@ def build(config, layers, device):
     torch.manual_seed(0)
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.generation_config.eos_token_id = None  # every run decodes as many tokens as it is asked for
+    model.generation_config.eos_token_id = None  # every run decodes the requested number of tokens
     model.generation_config.pad_token_id = 0
     return model.eval()
 
@@ -107,7 +107,7 @@ def setups(model, fused_mlp):
         batched.set_experts_implementation("batched_mm")
         ways["batched_mm"] = (batched, {})
     if not torch.cuda.is_available():
-        return ways  # neither Liger nor the compilation that transformers does by itself
+        return ways  # neither Liger nor transformers' own compilation
     if importlib.util.find_spec("liger_kernel") and model.config.model_type in LIGER:
         import liger_kernel.transformers
 
@@ -136,7 +136,7 @@ def generation_seconds(model, options, prompt, tokens):
 
 
 def compare(ways, prompt, tokens, rounds, progress):
-    """Figures of every way, in turns: ttft_ms and tokens_per_second."""
+    """Figures of every way, interleaved: ttft_ms and tokens_per_second."""
 
     def turn(model, options):
         first = generation_seconds(model, options, prompt, 1)
@@ -150,7 +150,7 @@ def compare(ways, prompt, tokens, rounds, progress):
 
 
 def differences(ways, prompt):
-    """The distance of the logits of those that no compiler changes from the eager model's, in the norm."""
+    """The distance in norm between the logits of the uncompiled ways and the eager model's."""
     logits = {name: model(prompt).logits.float() for name, (model, options) in ways.items() if not options}
     eager = logits.pop("eager")
     return {name: ((other - eager).norm() / eager.norm()).item() for name, other in logits.items()}
@@ -196,7 +196,7 @@ def main():
                 results.append({"model": name, "layers": layers, "batch": batch, "logits": logits, "setups": figures})
                 points.write(
                     {"machine": facts, "results": results}, arguments.out
-                )  # what is measured is kept, should a later model fail
+                )  # keeps the results if a later model fails
             del model, ways
             torch._dynamo.reset()
     print_table(results)

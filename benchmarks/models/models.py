@@ -39,14 +39,14 @@ from tqdm import tqdm
 
 import measure
 
-MODES = {"eager": None, "compiled": "default", "graphs": "reduce-overhead"}  # by torch.compile's name of the mode
+MODES = {"eager": None, "compiled": "default", "graphs": "reduce-overhead"}  # torch.compile's names of the modes
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and an input for it; ``attention`` names the modules behind which CPU time is taken in place.
+    """A model and an input for it; ``attention`` names the modules after which CPU time is measured in place.
 
-    ``alike`` is the relative difference of a fused model's output that bfloat16 explains.
+    ``alike`` is the relative difference of a fused model's output that bfloat16 can cause.
     """
 
     name: str
@@ -169,7 +169,7 @@ GPU_WORKLOADS = [
     Workload("llama-1b", "2048 tokens", llama, ids(1, 2048), "self_attn"),
     Workload("gemma-2b", "512 tokens", gemma, ids(1, 512), "self_attn"),
     Workload("gemma-2-2b", "1 token", gemma2, ids(1, 1), "self_attn"),
-    # In bfloat16 the original DINOv2 itself is 6% off what it computes in float32.
+    # In bfloat16 the original DINOv2 itself differs by 6% from its result in float32.
     Workload("dinov2-base", "8 images", dinov2, noise("pixel_values", 8, 3, 224, 224), "attention", alike=7e-2),
     Workload("sd3-medium", "2 x 512 px", sd3, sd3_step),
     Workload(
@@ -229,7 +229,7 @@ def check_alike(work: Workload, made: dict[str, list[Callable]], inputs: dict[st
 
 
 class Timed(nn.Module):
-    """Stands around a module."""
+    """Wraps a module."""
 
     def __init__(self, inner: Callable) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ class Timed(nn.Module):
 
 
 def time_behind(model: nn.Module, attention: str) -> list[int]:
-    """Times the layers of a model from the end of their attention on, at each call from now on."""
+    """Times the layers of a model from the end of their attention, at each call from now on."""
     nanoseconds: list[int] = []
     for layer in list(model.modules()):
         if attention in layer._modules:
@@ -249,7 +249,7 @@ def time_behind(model: nn.Module, attention: str) -> list[int]:
 
 
 def behind(inner: Callable, tell: Callable[[int], None]) -> Callable:
-    """Tells the time at the end of each call."""
+    """Passes the time at the end of each call to `tell`."""
 
     @functools.wraps(inner)
     def run(*given, **named):
@@ -261,7 +261,7 @@ def behind(inner: Callable, tell: Callable[[int], None]) -> Callable:
 
 
 def in_place(work: Workload, copies: int, rounds: int, fused_mlp) -> dict[str, float]:
-    """Median CPU microseconds of a layer behind its attention, in the running model, original and fused, in turns."""
+    """Median CPU microseconds of a layer after its attention, in the running model, original and fused, interleaved."""
     inputs = work.inputs()
     taken: dict[str, list[list[int]]] = {}
     models = []
@@ -297,7 +297,7 @@ def run(given) -> dict:
     chosen = [work for work in WORKLOADS if not given.models or work.name in given.models]
     found = {"machine": {**measure.machine(), "copies": given.copies, **versions()}}
     found["results"] = results = []
-    # All copies share the code of a class. Past the limit of what is compiled from one, they would run uncompiled.
+    # All copies share the code of a class. Past torch's limit of compilations per code, they would run uncompiled.
     torch._dynamo.config.recompile_limit = max(2 * given.copies, torch._dynamo.config.recompile_limit)
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     with torch.inference_mode(), tqdm(total=len(chosen) * len(given.modes), disable=None) as progress:

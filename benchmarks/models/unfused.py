@@ -86,7 +86,7 @@ def ratios(models: list[nn.Module], rows: int, turns: int) -> list[float]:
     count = max(2, int(0.05 / (seconds(models[0], ids, 3) / 3)))
     found = []
     for turn in range(turns):
-        first = turn % 2  # each is the first in every second turn
+        first = turn % 2  # each runs first in every second turn
         times = {index: seconds(models[index], ids, count) for index in (first, 1 - first)}
         found.append(times[1] / times[0])
     return sorted(found)

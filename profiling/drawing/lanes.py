@@ -1,8 +1,8 @@
-"""Draws what each set-up of a workload launched over time, all to one scale, as SVG to be put into a page.
+"""Draws the launches of each set-up of a workload over time, all to one scale, as SVG for a page.
 
-All lanes begin their first launch at zero: where launches take longer than the CPU, it runs ahead of them, unseen.
-The colours are variables of the page's style sheet, so that they follow its colour scheme; each bar says on hovering
-what it is.
+The first launch of each lane starts at zero: if launches take longer than the CPU, it runs ahead of them, which is not
+drawn. The colours are variables of the page's style sheet, so that they follow its colour scheme; hovering over a bar
+shows its name.
 """
 
 import html
@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import MaxNLocator
 from results import in_milliseconds, launches, time
 
-# Colours that stand for a variable until the SVG is written.
+# Placeholder colours, replaced by variables when the SVG is written.
 _VARIABLES = ("ink", "muted", "surface", "on-bar", "gemm", "pointwise", "fused", "aux", "waiting")
 _COLOR = {name: f"#0a00{i:02x}" for i, name in enumerate(_VARIABLES, start=16)}
 _STYLE = {
@@ -31,12 +31,12 @@ _STYLE = {
 }
 _LETTER_INCHES = 0.085
 _MARGIN_INCHES = 0.3  # the figure's, left and right together
-_END_LETTERS = 7  # room for the time that stands behind a lane
-_TICK_LETTERS = 9  # room for a number of the axis, of six letters at most, and what keeps it from the next one
+_END_LETTERS = 7  # room for the time after a lane
+_TICK_LETTERS = 9  # room for a number on the axis, at most six letters, and its distance to the next one
 
 
 def draw(workload: dict, width_inches: float, prefix: str) -> str:
-    """The lanes of a workload; `prefix` makes the ids of this drawing unlike those of others in the page."""
+    """The lanes of a workload; `prefix` makes the ids of this drawing unique in the page."""
     setups, in_ms = workload["setups"], in_milliseconds(workload)
     unit = 1e3 if in_ms else 1.0
     starts = [setup["launches"][0]["start"] for setup in setups]
@@ -91,12 +91,12 @@ def draw(workload: dict, width_inches: float, prefix: str) -> str:
 
 
 def _letters_of(width_inches: float) -> float:
-    """The number of letters that fit side by side into a drawing."""
+    """The number of letters that fit into the width of a drawing."""
     return (width_inches - _MARGIN_INCHES) / _LETTER_INCHES
 
 
 def _labels(setup: dict) -> list[str]:
-    """The names of the steps, where as many were launched as expected."""
+    """The names of the steps, if the expected number was launched."""
     names = iter(setup["steps"])
     steps = [launch for launch in setup["launches"] if launch["kind"] != "aux"]
     as_expected = len(steps) == len(setup["steps"])
@@ -104,7 +104,7 @@ def _labels(setup: dict) -> list[str]:
 
 
 def _fitting(label: str, letters: float) -> str:
-    """The label in a line or two that are no longer than so many letters, else nothing."""
+    """The label in one or two lines of at most `letters` letters, or nothing if it does not fit."""
     words = label.split()
     half = (len(words) + 1) // 2
     in_two = "\n".join((" ".join(words[:half]), " ".join(words[half:])))

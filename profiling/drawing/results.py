@@ -1,4 +1,4 @@
-"""Reads results.json, as compare.py writes it. Needs no PyTorch."""
+"""Reads the results.json that compare.py writes. Needs no PyTorch."""
 
 from collections import Counter
 
@@ -6,7 +6,7 @@ from timeline import AUX, KINDS
 
 
 def kernel_rows(setup: dict) -> list[dict]:
-    """The launches of a set-up by name, the one that takes longest first."""
+    """The launches of a set-up by name, the longest first."""
     calls, times, kinds = Counter(), Counter(), {}
     for launch in setup["launches"]:
         calls[launch["name"]] += 1
@@ -20,7 +20,7 @@ def kernel_rows(setup: dict) -> list[dict]:
 
 
 def kinds(workload: dict) -> list[tuple[str, str]]:
-    """The kinds of launches that a workload has, with their names."""
+    """The kinds of launches in a workload, with their names."""
     present = {launch["kind"] for setup in workload["setups"] for launch in setup["launches"]}
     return [(kind, words) for kind, words in KINDS.items() if kind in present]
 
@@ -31,7 +31,7 @@ def steps(setup: dict) -> int:
 
 
 def launches(setup: dict) -> str:
-    """The same, and after a plus what a library adds."""
+    """The same, and after a plus the launches that a library adds."""
     added = len(setup["launches"]) - steps(setup)
     return f"{steps(setup)} + {added}" if added else f"{steps(setup)}"
 
@@ -41,25 +41,25 @@ def time(us: float, in_ms: bool) -> str:
 
 
 def wall_time(setup: dict, in_ms: bool) -> str:
-    """The median of a set-up's turns, and how far they spread, where it took turns."""
+    """The median of a set-up's turns, and their spread if set-ups were interleaved."""
     words = time(setup["wall_us"], in_ms)
     return f"{words} ({setup['wall_us_spread']:.0%})" if "wall_us_spread" in setup else words
 
 
 def of_eager(setup: dict, workload: dict) -> str:
-    """The wall time in units of eager's; no figure where the turns of either spread too far for one."""
+    """The wall time in units of eager's; no figure if the turns of either spread too far."""
     eager = workload["setups"][0]
     spread = max(each.get("wall_us_spread", 0.0) for each in (setup, eager))
     return "noisy" if spread > workload.get("noisy_above", spread) else f"{setup['wall_us'] / eager['wall_us']:.2f}"
 
 
 def took_turns(run: dict) -> bool:
-    """True if the set-ups of a run were timed in turns; those of older ones were timed one after another."""
+    """True if the set-ups of a run were timed interleaved; older runs timed one after another."""
     return all("wall_us_spread" in setup for workload in run["workloads"] for setup in workload["setups"])
 
 
 def in_milliseconds(workload: dict) -> bool:
-    """True if the times of a workload are better read in milliseconds."""
+    """True if the times of a workload are more readable in milliseconds."""
     return max(setup["wall_us"] for setup in workload["setups"]) >= 10_000
 
 
@@ -68,7 +68,7 @@ def mebibytes(size: int) -> str:
 
 
 def machine(results: dict) -> str:
-    """The machine in a line."""
+    """The machine in one line."""
     facts = results["machine"]
     name = facts.get("gpu") or f"{facts['cpu']}, {facts['threads']} threads, {facts['instructions']}"
     return f"{name}, PyTorch {facts['torch']}"
@@ -88,7 +88,7 @@ COLUMNS = (
 
 
 def comparison(workload: dict) -> list[tuple[str, ...]]:
-    """The set-ups of a workload side by side, a row each, under COLUMNS."""
+    """The set-ups of a workload, one row each, with the columns COLUMNS."""
     in_ms = in_milliseconds(workload)
     return [
         (

@@ -1,6 +1,6 @@
-"""Expectations of a trace: a claim in words, and a look that says whether it held and what was seen.
+"""Expectations of a trace: a claim in words, and a look that returns whether it held and what was seen.
 
-A look gets the recording and the eager one that it may be compared with. It speaks about every recorded forward.
+A look gets the recording, and the eager one to compare with. It covers every recorded forward.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ class Expectation:
 
 
 def launches(steps: tuple[Step, ...], unit: str) -> Expectation:
-    """As many launches as steps, of their kinds and in their order; a library's own copies and fills are told apart."""
+    """Expects one launch per step, of its kind and in order; a library's own copies and fills are not counted."""
     kinds = [step.kind for step in steps]
 
     def look(recording, eager):

@@ -1,4 +1,4 @@
-"""The figures of a run as plain data: what is written as JSON, and all that the page, the tables and the docs need."""
+"""The figures of a run as plain data for JSON: all that the page, the tables and the docs need."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +17,7 @@ def verdict(expectation: Expectation, recording: Recording, eager: Recording) ->
 
 
 def of_setup(setup: Setup, workload: Workload, recording: Recording, eager: Recording, trace: Path) -> dict:
-    """The record of a set-up; `wall_us` and `wall_us_spread` come from the turns that all of them take."""
+    """The record of a set-up; `wall_us` and `wall_us_spread` come later, from interleaved turns of all set-ups."""
     forward = timeline.middle(recording.forwards)
     return {
         "key": setup.key,
@@ -37,7 +37,7 @@ def of_setup(setup: Setup, workload: Workload, recording: Recording, eager: Reco
 
 
 def of_workload(workload: Workload, setups: list[dict], flops_per_second: float, bytes_per_second: float) -> dict:
-    """The floor is that of the fastest arithmetic seen, by a set-up or in PyTorch's product of large matrices."""
+    """The record of a workload. Its floor uses the fastest arithmetic seen, in a set-up or PyTorch's large products."""
     flops_per_second = max([flops_per_second, *(workload.size.flops / (s["busy_us"] * 1e-6) for s in setups)])
     return {
         "key": workload.key,

@@ -1,4 +1,4 @@
-"""The expected launches of a set-up, as data: from it follow the launches to look for and the bytes they move."""
+"""The expected launches of a set-up, as data that determines the launches to look for and the bytes they move."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from timeline import FUSED, GEMM, POINTWISE
 
 @dataclass(frozen=True)
 class Step:
-    """One launch: the operands that it has to read and to write, by name."""
+    """One launch: the names of the operands that it must read and write."""
 
     name: str
     kind: str
@@ -35,7 +35,7 @@ ONE_OP = (Step("the whole MLP", FUSED, ("x", "gate_weight", "up_weight", "down_w
 
 
 def of_ours(explanation) -> tuple[Step, ...]:
-    """The steps of `gated_mlp`, from what `explain` says of the call."""
+    """The steps of `gated_mlp`, derived from `explain`."""
     whole = {"cpu": ONE_OP, "triton": GATED_GEMM, "torch": EAGER}
     if explanation.implementation in whole:
         return whole[explanation.implementation]
@@ -47,7 +47,7 @@ def of_ours(explanation) -> tuple[Step, ...]:
 
 @dataclass(frozen=True)
 class Size:
-    """The operands of a workload, and the operations that it cannot do without."""
+    """The operands of a workload, and its minimum number of operations."""
 
     operands: dict[str, tuple[int, ...]]
     flops: int
@@ -60,7 +60,7 @@ class Size:
         return sum(self.bytes_of(*step.reads, *step.writes) for step in steps)
 
     def floor_seconds(self, flops_per_second: float, bytes_per_second: float) -> float:
-        """The roofline: no way to compute it is faster, with what is between the GEMMs never in memory."""
+        """The roofline, a lower bound for any way to compute it, with intermediate values never in memory."""
         least = self.bytes_of(*(name for name in self.operands if name != "hidden"))
         return max(self.flops / flops_per_second, least / bytes_per_second)
 

@@ -1,4 +1,4 @@
-"""Runs a set-up under torch.profiler and brings back what the expectations and the page are about."""
+"""Runs a set-up under torch.profiler and returns the data for the expectations and the page."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,5 +51,5 @@ def _profile(call: Callable[[Tensor], Tensor], x: Tensor, trace: Path) -> None:
         for _ in range(WAIT + WARMUP + ACTIVE):
             with record_function(timeline.FORWARD):
                 call(x)
-            measure.synchronize()  # else the GPU would lag behind, and a forward begin with its predecessor's kernels
+            measure.synchronize()  # otherwise a forward would start with its predecessor's kernels
             profiler.step()

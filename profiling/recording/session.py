@@ -1,4 +1,4 @@
-"""One run from guess to look: says what is expected, records, then marks each expectation as held or not."""
+"""One run: prints the expectations, records, then marks each expectation as held or not."""
 
 import argparse
 from collections.abc import Callable
@@ -24,7 +24,7 @@ ROUNDS, TURN_US = 7, 50_000.0
 
 
 def arguments(description: str, shape: dict[str, int]) -> argparse.ArgumentParser:
-    """The parser of a script: its shape, and where the traces go."""
+    """The parser of a script: its shape, and the folder for the traces."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for name, default in shape.items():
         parser.add_argument(f"--{name}", type=_positive, default=default, help=" ")
@@ -39,7 +39,7 @@ def _positive(text: str) -> int:
 
 
 def run(workload: Workload, out: Path) -> list[dict]:
-    """Records all set-ups of a workload, then times them in turns, telling on the way, and returns their figures."""
+    """Records all set-ups of a workload, then times them interleaved, prints progress, and returns their figures."""
     found = []
     eager = None
     shape = ", ".join(f"{name} {size}" for name, size in workload.shape.items())
@@ -61,7 +61,7 @@ def run(workload: Workload, out: Path) -> list[dict]:
 
 @torch.no_grad()
 def wall_times(workload: Workload) -> list[dict[str, float]]:
-    """`wall_us` and its spread for each set-up, without the profiler: a machine that slows down slows all of them."""
+    """`wall_us` and its spread for each set-up, without the profiler, interleaved so that a slowdown affects all."""
 
     def turn(call: Callable[[Tensor], Tensor]) -> Callable[[], dict[str, float]]:
         iterations = measure.iterations_within(lambda: call(workload.x), TURN_US)
@@ -83,7 +83,7 @@ def _walls(found: list[dict]) -> Table:
 
 
 def everything(workloads: list[Workload], out: Path, left_out: dict[str, str]) -> dict:
-    """All of it as plain data, with the facts of the machine."""
+    """All results as plain data, with facts about the machine."""
     recorded = [(workload, run(workload, out)) for workload in workloads]
     facts = measure.machine()
     flops_per_second = measure.product_rate(setups.DTYPE)
@@ -106,7 +106,7 @@ def _tell_expectations(setup: Setup) -> None:
 
 
 def tell(setup: dict) -> None:
-    """The kernel table of a set-up, and what became of its expectations."""
+    """Prints the kernel table of a set-up, and the outcome of its expectations."""
     table = Table(title=f"what {setup['title']} launched in one forward")
     table.add_column("launch", overflow="ellipsis", no_wrap=True, max_width=56)
     table.add_column("kind", max_width=12)

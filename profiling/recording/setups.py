@@ -1,4 +1,4 @@
-"""The set-ups that are profiled: a linear layer and the gated MLP, in each way to compute it, and expected traces."""
+"""The profiled set-ups: a linear layer and the gated MLP, in each way to compute it, with the expected traces."""
 
 import importlib.util
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import project
 
 DTYPE = torch.bfloat16
-TOLERANCE = 1e-2  # two roundings of bfloat16: a wrong answer is far beyond it
+TOLERANCE = 1e-2  # two roundings of bfloat16; wrong results differ by far more
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Workload:
-    """The same work for all of its set-ups; the first one, eager, is what the others are compared with."""
+    """The same work in several set-ups; the others are compared with the first one, eager."""
 
     key: str
     title: str
@@ -92,7 +92,7 @@ def linear(batch: int, in_dim: int, out_dim: int, compiled: bool) -> Workload:
 
 
 class GeGLU(nn.Module):
-    """Gemma's MLP as a model has it."""
+    """Gemma's MLP as in a model."""
 
     def __init__(self, dim: int, hidden: int):
         super().__init__()
@@ -105,7 +105,7 @@ class GeGLU(nn.Module):
 
 
 def mlp(batch: int, seq: int, dim: int, hidden: int, implementations: tuple[str, ...]) -> Workload:
-    """The eager MLP and the named implementations of it; ValueError for one that cannot run here."""
+    """The eager MLP and the named implementations of it; raises ValueError for one that cannot run here."""
     for name in implementations:
         if reason := unavailable(name):
             raise ValueError(f"{name} cannot run here: {reason}")

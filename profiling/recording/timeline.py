@@ -1,7 +1,7 @@
-"""A Chrome trace of torch.profiler, read as forwards: the CPU ops of each, and what they launched.
+"""A Chrome trace of torch.profiler, read as forwards: the CPU ops of each, and their launches.
 
-On a GPU a launch is a kernel, a copy or a fill. On a CPU it is an op that computes: the outermost one that is neither a
-view, an allocation nor a mere shell around other ops (`aten::linear` is a shell, the `aten::mm` in it computes).
+On a GPU a launch is a kernel, a copy or a fill. On a CPU it is an op that computes: the outermost one that is not a
+view, an allocation or a mere wrapper of other ops (`aten::linear` is a wrapper, the `aten::mm` in it computes).
 """
 
 import json
@@ -19,7 +19,7 @@ KINDS = {
     FUSED: "fused, of this package",
     AUX: "copies, fills, partial sums",
 }
-# The first pattern that is found in a name says its kind; what none is found in is pointwise.
+# The first pattern that matches a name determines its kind; names without a match are pointwise.
 _KIND_PATTERNS = (
     (FUSED, r"fused_mlp::sm\d+::\w*gemm_kernel|^matmul_kernel|^_fused_mlp\w*::(gated_)?(mlp|linear)"),
     (AUX, r"^Mem(cpy|set)|splitK|aten::(copy|fill|zero)_"),
@@ -46,7 +46,7 @@ def kind_of(name: str) -> str:
 class Launch:
     name: str
     kind: str
-    start: float  # microseconds from the start of the forward, as all times here
+    start: float  # microseconds from the start of the forward, like all times here
     end: float
 
 
@@ -55,7 +55,7 @@ class Op:
     name: str
     start: float
     end: float
-    launches: int = 0  # within its range: its own and those of the ops beneath it
+    launches: int = 0  # within its range: its own and those of nested ops
 
     def holds(self, other: "Op") -> bool:
         return other is not self and self.start <= other.start and other.end <= self.end
@@ -67,11 +67,11 @@ class Forward:
     launches: tuple[Launch, ...]
     cpu_before_launch_us: float
     latency_us: float  # from the call to the end of its last launch, or to its return if that is later
-    peak_bytes: int  # allocated on the device at a time, beyond what was there before
+    peak_bytes: int  # peak allocation on the device, above the level at the start
 
     @property
     def busy_us(self) -> float:
-        """Time during which some launch runs: what overlaps counts once."""
+        """Time during which any launch runs; overlaps count once."""
         busy, reached = 0.0, float("-inf")
         for launch in sorted(self.launches, key=lambda launch: launch.start):
             busy += max(0.0, launch.end - max(launch.start, reached))
@@ -85,7 +85,7 @@ class Forward:
 
 
 def middle(forwards: tuple[Forward, ...]) -> Forward:
-    """The forward of median latency: a typical one, not a mixture of several."""
+    """The forward with the median latency: a typical one, not an average of several."""
     latency = statistics.median_low(forward.latency_us for forward in forwards)
     return next(forward for forward in forwards if forward.latency_us == latency)
 
@@ -107,13 +107,13 @@ def parse(events: list[dict]) -> tuple[Forward, ...]:
 
 
 def _forward(range_: dict, timed: list[dict], on_gpu: bool) -> Forward:
-    """One forward; the GPU is waited for before the next begins, so what runs on it until then is this one's."""
+    """One forward. The next starts only after the GPU has finished, so all GPU work before that belongs to this one."""
     origin, end = range_["ts"], range_["ts"] + range_["dur"]
     inside = [event for event in timed if event["ts"] <= end]
     same_thread = [event for event in inside if event.get("tid") == range_["tid"]]
     kernels = [event for event in timed if event.get("cat") in _ON_GPU]
     correlations = {kernel["args"].get("correlation") for kernel in kernels}
-    calls = [  # calls of the CUDA runtime and driver that put something on the GPU
+    calls = [  # calls of the CUDA runtime and driver that enqueue GPU work
         event
         for event in same_thread
         if event.get("cat") in ("cuda_runtime", "cuda_driver") and event["args"].get("correlation") in correlations
@@ -143,7 +143,7 @@ def _forward(range_: dict, timed: list[dict], on_gpu: bool) -> Forward:
 
 def _computing(ops: list[Op]) -> list[Op]:
     found = []
-    for op in ops:  # by start: an op comes before those beneath it
+    for op in ops:  # by start: an op comes before its nested ops
         passed = op.name in SHELLS or op.name in COMPUTES_NOTHING or not _COMPUTES.search(op.name)
         if not passed and not any(outer.holds(op) for outer in found):
             found.append(op)

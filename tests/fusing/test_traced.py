@@ -7,7 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
@@ -338,3 +340,20 @@ def test_rows_that_vary(fused_mlp, device):
                 x = x_of(device, rows, 4)
                 assert_close(run(x), module(x))
         assert len(backend.graphs) == 2 and len(backend.ops()[0]) == 1
+
+
+def test_a_graph_of_training_has_ops_that_autograd_does_not_know(fused_mlp, device):
+    """Those that it knows by Python would ask Python whenever the graph runs."""
+    module, seen = Gated().to(device).train(), []
+    fused_mlp.fuse_mlps(module)
+
+    def noted(graph, given):
+        seen.extend(node.target for node in graph.graph.nodes if isinstance(node.target, torch._ops.OpOverload))
+        return make_boxed_func(graph)
+
+    run = torch.compile(module, backend=aot_autograd(fw_compiler=noted))
+    with fused_mlp.backend(device.type):
+        run(x_of(device)).sum().backward()
+    ours = {op._opname: op for op in seen if "fused_mlp" in op.namespace}
+    assert ours.keys() == {"graph_training_forward", "training_backward"}
+    assert not any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "Autograd") for op in ours.values())

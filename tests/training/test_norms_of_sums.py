@@ -9,7 +9,6 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers.models.vit import modeling_vit
 
 from modules import Halves
 from test_norm_training import KINDS, LAYER, SHAPES, dtypes_on, error, made
@@ -367,66 +366,3 @@ def test_a_broadcast_residual_and_compiled_code(fused_mlp, device):
     torch.testing.assert_close(fused(x, residual), end(x, residual))
     compiled = torch.compile(fused, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, x), end(x, x))
-
-
-class InFront(nn.Module):
-    """A sum, and a block of it."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(64)
-        self.mlp = modeling_vit.ViTMLP(transformers.ViTConfig(hidden_size=64, intermediate_size=128))
-
-
-class Taken(InFront):
-    def forward(self, x, residual):
-        x = residual + x
-        residual = x
-        x = self.mlp(self.norm(x))
-        return residual + x
-
-
-class ReadLater(InFront):
-    def forward(self, x, residual):
-        h = x + residual
-        found = h + self.mlp(self.norm(h))
-        return found * h
-
-
-class ReadBetween(InFront):
-    def forward(self, x, residual):
-        h = x + residual
-        seen = h * 2
-        return h + self.mlp(self.norm(h)) + seen
-
-
-class Twice(InFront):
-    def forward(self, x, residual):
-        h = x + x
-        return h + self.mlp(self.norm(h)) + residual
-
-
-@pytest.mark.parametrize("kind", [Taken, ReadLater, ReadBetween, Twice])
-@pytest.mark.parametrize("sizes", [((2, 5, 64), (2, 5, 64)), ((2, 1, 64), (2, 5, 64))], ids=str)
-def test_a_sum_in_front_is_of_the_node_of_its_block(fused_mlp, device, monkeypatch, blocks, kind, sizes):
-    """Where nothing else reads it, and it broadcasts nothing: first and second gradients are as of the parts."""
-    plain = kind().to(device).train()
-    fused, record, sums = copy.deepcopy(plain), blocks.pre_normed, []
-    fused_mlp.fuse_mlps(fused)
-    monkeypatch.setattr(blocks, "pre_normed", lambda *given: sums.append(given[7] is not None) or record(*given))
-    given, found = [torch.randn(size, device=device) for size in sizes], []
-    for model in (plain, fused):
-        leaves = [*(each.clone().requires_grad_() for each in given), *model.parameters()]
-        y = model(*leaves[:2])
-        if kind is Taken and model is fused:
-            assert all(
-                torch.equal(torch.autograd.grad(y, [leaf], y, retain_graph=True)[0], every)
-                for leaf, every in zip(leaves, torch.autograd.grad(y, leaves, y, retain_graph=True))
-            )
-        first = torch.autograd.grad(y.sin().sum(), leaves, create_graph=True)
-        found.append([y, *first, *torch.autograd.grad(sum(each.sin().sum() for each in first), leaves)])
-        with torch.no_grad():
-            assert torch.equal(model(*given), y)
-    assert any(sums) == (kind is Taken and sizes[0] == sizes[1])
-    for right, got in zip(*found, strict=True):  # second gradients of large products by the norm: single values cancel
-        assert (got - right).norm() <= 1e-3 * right.norm() + 1e-5

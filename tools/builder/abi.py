@@ -10,7 +10,7 @@ from . import mach_o
 
 PYTHON_ABI = "3.9"
 MANYLINUX = "manylinux_2_28"
-MACOS = "15.0"  # what kernel-builder, as flake.lock has it, builds variants for CPUs for
+MACOS = "15.0"  # the target of kernel-builder's CPU variants, in the version that flake.lock pins
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Check:
 
 
 def check(extension: Path, released: bool = False) -> list[Check]:
-    """Checks an extension. Only one that is `released` must not have symbols of this machine's C library."""
+    """Checks an extension. Only a `released` one is checked for symbols of a C library that is too new."""
     file = None
     if find_spec("kernel_abi_check") is not None:
         from kernel_abi_check import ObjectFile
@@ -58,7 +58,7 @@ def _macos(file) -> Check:
 def _unstable_torch_symbols(extension: Path) -> list[str]:
     # torch's C++ API outside torch::stable changes with its version. kernel-builder checks for this; the Python package
     # of its checker does not.
-    if mach_o.is_one(extension):  # which not every nm reads
+    if mach_o.is_one(extension):  # not every nm reads these
         symbols = mach_o.undefined_symbols(extension)
         command = ["c++filt", *(name.removeprefix("_") for name in symbols)]
         names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -68,7 +68,7 @@ def _unstable_torch_symbols(extension: Path) -> list[str]:
 
 
 def unique_symbols(extension: Path) -> list[str]:
-    """Statics of which a process has one, whatever the number of builds that it loads. Macs have none such."""
+    """Statics that exist once per process, even if it loads several builds. macOS has no such symbols."""
     return [] if mach_o.is_one(extension) else _dynamic_symbols(extension, "u")
 
 

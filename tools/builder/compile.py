@@ -20,14 +20,14 @@ from .toolchain import BuildError, Nvcc
 
 CXX_SUFFIXES = {".cpp", ".cc", ".cxx"}
 FLAGS = ["-std=c++20", "-O3", "-DNDEBUG", "-DPy_LIMITED_API=0x03090000"]
-# GCC 12 takes the inside of an empty std::optional for uninitialized.
+# GCC 12 warns that the value of an empty std::optional is uninitialized.
 HOST_FLAGS = ["-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-maybe-uninitialized"]
-# Two builds in one process must not share the statics of inline functions. kernel-builder adds this to C++ alone, too.
+# Two builds in one process must not share the statics of inline functions. kernel-builder also adds this only to C++.
 CXX_FLAGS = ["-fno-gnu-unique"]
 NOT_OF_CLANG = {"-fno-gnu-unique", "-Wno-maybe-uninitialized"}
-# Seconds of a core for a file on average, measured on a Xeon of 2023. A build says by these how long it will take.
+# Average core seconds per file, measured on a Xeon of 2023. A build estimates its duration from them.
 CORE_SECONDS = {"cpu": 3.5, "cuda": 17}
-# No symbol may be left to chance (registration.h exempts Python's), and those of static libraries stay inside.
+# Every symbol must be defined at link time (registration.h exempts Python's); those of static libraries stay hidden.
 LINK_FLAGS = ["-z", "defs", "--exclude-libs", "ALL"]
 
 
@@ -38,7 +38,7 @@ def compile(variant: Variant, cache: Path, nvcc: Nvcc | None, jobs: int) -> Path
     script, extension = cache / "build.ninja", cache / "extension.so"
     if nvcc is not None:
         _write(cache / "libtorch_cuda.cpp", _torch_cuda_stub(compiler.torch / "include"))
-    # Relative paths: what was compiled stays up to date where the tree is copied to another folder.
+    # Relative paths: compiled files stay up to date if the tree is copied to another folder.
     script.write_text(_script(compiler, Path(os.path.relpath(cache, project.ROOT)), extension.name))
     command = [os.path.join(ninja.BIN_DIR, "ninja"), "-f", str(script), "-j", str(jobs)]
     _announce(variant, [*command, "-n"], jobs)
@@ -48,7 +48,7 @@ def compile(variant: Variant, cache: Path, nvcc: Nvcc | None, jobs: int) -> Path
 
 
 def _announce(variant: Variant, dry_run: list[str], jobs: int) -> None:
-    """Says how long it will take, where that is long enough to wonder."""
+    """Prints how long the build will take, if that is long."""
     done = subprocess.run(dry_run, cwd=project.ROOT, capture_output=True, text=True)
     steps = len(re.findall(rf"^\[\d+/\d+\] {variant.backend}: ", done.stdout, re.MULTILINE))
     minutes = math.ceil(steps * CORE_SECONDS[variant.backend] / jobs / 60)
@@ -58,7 +58,7 @@ def _announce(variant: Variant, dry_run: list[str], jobs: int) -> None:
 
 
 def check_syntax(variant: Variant, section: Section, source: str, includes: list[Path]) -> None:
-    """Has the C++ compiler read a file of a CUDA variant, with the headers of a toolkit without an nvcc."""
+    """Checks the syntax of a CUDA variant's C++ file with the headers of a toolkit that has no nvcc."""
     compiler = _Compiler(variant, toolchain.cxx(), None, toolchain.torch(variant.stable_abi), 1)
     headers = [part for include in includes for part in ("-isystem", str(include))]
     command = [*compiler.object(section, source), *headers, "-fsyntax-only", source]
@@ -68,7 +68,7 @@ def check_syntax(variant: Variant, section: Section, source: str, includes: list
 
 
 def cross_compile(variant: Variant, section: Section, source: str, cxx: list[str], without: set[str], out: Path) -> int:
-    """Compiles a C++ file with the compiler of another machine, whose torch is not there to link. Returns the bytes.
+    """Compiles a C++ file with a cross-compiler, without a torch to link with. Returns the bytes.
 
     `without` are the flags that this compiler does not know.
     """
@@ -84,7 +84,7 @@ def cross_compile(variant: Variant, section: Section, source: str, cxx: list[str
 
 @dataclass(frozen=True)
 class _Compiler:
-    """The command lines of a variant: g++'s for the CPU, nvcc's, which drives g++, for CUDA."""
+    """The command lines of a variant: g++ for the CPU; for CUDA nvcc, which calls g++."""
 
     variant: Variant
     cxx: str
@@ -94,8 +94,8 @@ class _Compiler:
 
     @property
     def threads(self) -> int:
-        # The capabilities that one nvcc compiles for at a time: more than one where there are more cores than files.
-        # Files side by side are the faster way to fill the cores (measured: 40 s against 48 s on 2).
+        # The number of capabilities that one nvcc compiles for at a time: more than one if there are more cores than
+        # files. Compiling files in parallel uses the cores better (measured: 40 s against 48 s on 2).
         files = [source for section in self.variant.sections for source in section.sources if source.endswith(".cu")]
         return max(1, self.jobs // len(files))
 
@@ -105,7 +105,7 @@ class _Compiler:
         flags += [f"-DTORCH_TARGET_VERSION={major << 56 | minor << 48:#x}"]
         flags += [f"-I{include}" for include in (Path(__file__).parent.relative_to(project.ROOT), *section.include)]
         flags += ["-isystem", f"{self.torch}/include", "-isystem", str(toolchain.python_include())]
-        if section.name == "torch":  # alone sees the id, so that a new id does not compile everything anew
+        if section.name == "torch":  # only this section sees the id, so that a new id does not recompile everything
             flags += [f"-DTORCH_EXTENSION_NAME={self.variant.id}"]
         is_cuda = source.endswith(".cu")
         host_flags = HOST_FLAGS if is_cuda else [*HOST_FLAGS, *CXX_FLAGS, *section.cxx_flags]
@@ -117,8 +117,8 @@ class _Compiler:
         command += [f"-Xcompiler={flag}" for flag in host_flags]
         if is_cuda:
             command += ["--expt-relaxed-constexpr", f"--threads={self.threads}"]
-            # Two builds are the same byte for byte: no process ids in the names of nvcc's intermediate files, and no
-            # path of this checkout in the hash that it names anonymous namespaces by.
+            # Two builds must be identical byte for byte: no process ids in the names of nvcc's intermediate files, and
+            # no path of this checkout in the hash that names anonymous namespaces.
             command += ["--objdir-as-tempdir", f"-Xcudafe=--orig_src_path_name={source}"]
             command += [*_gencode(section), *section.cuda_flags]
         return command
@@ -160,7 +160,7 @@ def _script(compiler: _Compiler, cache: Path, extension: str) -> str:
 
 
 def _torch_cuda_stub(include: Path) -> str:
-    """Stands in for libtorch_cuda.so, which a CPU-only torch lacks, at link time: its shims."""
+    """The source of a stub with the shims of libtorch_cuda.so, to link with if torch is CPU-only."""
     shims = ["torch/csrc/inductor/aoti_torch/c/shim.h", "torch/csrc/stable/c/shim.h"]
     text = "".join((include / shim).read_text() for shim in shims)
     declared = "".join(re.findall(r"#ifdef USE_CUDA(.*?)#endif // USE_CUDA", text, re.DOTALL))

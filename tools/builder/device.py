@@ -16,7 +16,7 @@ import project
 from . import plan
 from .toolchain import BuildError
 
-# NVRTC has no standard library. CUDA's own has the headers that the kernels use; cuda.h asks for the C ones.
+# NVRTC has no standard library. CUDA's own has the headers that the kernels use; cuda.h includes the C ones.
 STANDARD_HEADERS = {
     "cstdint": "#include <cuda/std/cstdint>\nusing namespace cuda::std;\n",
     "type_traits": "#include <cuda/std/type_traits>\nnamespace std { using namespace cuda::std; }\n",
@@ -28,7 +28,7 @@ STANDARD_HEADERS = {
 
 @dataclass(frozen=True)
 class Toolkit:
-    """A toolkit of CUDA 12, each of whose packages has a folder of its own in `root`."""
+    """A CUDA 12 toolkit, with a folder in `root` for each of its packages."""
 
     version: str
     root: Path
@@ -90,13 +90,13 @@ def compile(toolkit: Toolkit, section: plan.Section, names: list[str], arch: str
 
 
 def device_headers(section: plan.Section) -> list[Path]:
-    """Those that define kernels, or what they are made of."""
+    """The headers that define kernels or their parts."""
     paths = [project.ROOT / source for source in section.sources if source.endswith(".cuh")]
     return [path for path in paths if re.search("__(global|device)__", path.read_text())]
 
 
 def losses(messages: str) -> tuple[int, int]:
-    """Kernels that ptxas reports for information only, as they are right, but slow: `spilled` and `serialized`."""
+    """Parses ptxas's notes about kernels that are correct but slow: returns `spilled` and `serialized`."""
     spilled = sum(int(size) for size in re.findall(r"(\d+) bytes spill stores", messages))
     return spilled, len(re.findall(r"wgmma\.mma_async instructions are serialized", messages))
 

@@ -25,7 +25,7 @@ def add_op_namespace_prefix(op_name: str):
 
 
 def install(variant: Variant, extension: Path | None, folder: Path) -> None:
-    """Makes `folder` the variant: what differs is replaced, what does not belong is removed."""
+    """Makes `folder` the variant: replaces files that differ and removes files that do not belong."""
     files = {place: path.read_bytes() for place, path in package_files().items()}
     import_extension = "" if extension is None else f"\nfrom . import {variant.id}\n"
     files["_ops.py"] = OPS.format(id=variant.id, import_extension=import_extension).encode()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 MAGIC = b"\xcf\xfa\xed\xfe"  # 64 bits, little endian
 _SYMBOL_TABLE = 2  # LC_SYMTAB
-_EXTERNAL, _DEBUGGING, _TYPE = 0x01, 0xE0, 0x0E  # bits of a symbol's type, which is 0 where it is defined elsewhere
+_EXTERNAL, _DEBUGGING, _TYPE = 0x01, 0xE0, 0x0E  # bits of a symbol's type, which is 0 if it is defined elsewhere
 
 
 def is_one(extension: Path) -> bool:
@@ -14,7 +14,7 @@ def is_one(extension: Path) -> bool:
 
 
 def undefined_symbols(extension: Path) -> list[str]:
-    """As they stand in the file: with an underscore in front, and mangled."""
+    """The names as in the file: mangled, with a leading underscore."""
     content = extension.read_bytes()
     (commands,) = struct.unpack_from("<I", content, 16)
     place, found = 32, []

@@ -13,7 +13,7 @@ from .toolchain import BuildError, Nvcc
 
 @dataclass(frozen=True)
 class Section:
-    """[torch] or a [kernel.<name>] of build.toml: sources that are compiled alike."""
+    """[torch] or a [kernel.<name>] of build.toml: sources that are compiled with the same options."""
 
     name: str
     sources: tuple[str, ...]  # headers among them
@@ -26,19 +26,19 @@ class Section:
 @dataclass(frozen=True)
 class Variant:
     backend: str
-    label: str  # the name of its folder, by which the loader chooses
-    stable_abi: str  # the torch version whose stable ABI it keeps to; empty where nothing is compiled
+    label: str  # the name of its folder; the loader chooses by it
+    stable_abi: str  # the torch version whose stable ABI it uses; empty if nothing is compiled
     id: str  # the name of the module, and the namespace of the ops
     sections: tuple[Section, ...]
 
     @property
     def archs(self) -> list[str]:
-        """All that some section is compiled for, by rising capability."""
+        """The capabilities of all sections, in ascending order."""
         return sorted({arch for section in self.sections for arch in section.archs}, key=_rank)
 
 
 def variant(backend: str, nvcc: Nvcc | None = None, only_archs: frozenset[str] = frozenset()) -> Variant:
-    """The variant of a backend. `only_archs`, if any, leaves out the CUDA capabilities that are not among them."""
+    """The variant of a backend. A non-empty `only_archs` drops all other CUDA capabilities."""
     config = project.config()
     sections = [_section("torch", config["torch"], ())]
     for name, table in config["kernel"].items():
@@ -57,7 +57,7 @@ def variant(backend: str, nvcc: Nvcc | None = None, only_archs: frozenset[str] =
 
 
 def noarch(backend: str) -> Variant:
-    """The variant of a backend that nothing is compiled for: the package's Python alone."""
+    """The variant of a backend without compiled code: only the package's Python."""
     return Variant(
         backend=backend,
         label=f"torch-{backend}",
@@ -68,7 +68,7 @@ def noarch(backend: str) -> Variant:
 
 
 def package_files() -> dict[str, Path]:
-    """The Python and data files that ship, by their place in the package."""
+    """The Python and data files that ship, by their path in the package."""
     root = project.package()
     suffixes = {f".{extension}" for extension in project.config()["torch"].get("pyext", ["py", "pyi"])}
     if not (root / "__init__.py").is_file():
@@ -81,15 +81,15 @@ def package_files() -> dict[str, Path]:
 
 
 def base(arch: str) -> str:
-    """The capability itself: 9.0 of 9.0a, 12.0 of 12.0+PTX."""
+    """The capability without its suffix: 9.0 for 9.0a, 12.0 for 12.0+PTX."""
     return re.match(r"\d+\.\d+", arch)[0]
 
 
 def chosen(listed: list[str], known: Iterable[str]) -> list[str]:
     """The capabilities of build.toml that kernel-builder compiles a section for, given those that the compiler knows.
 
-    Each capability known takes the newest one listed whose code runs there: machine code runs within its major version,
-    PTX on everything newer. Code for exactly one capability (9.0a) is taken where the compiler knows that capability.
+    For each known capability it is the newest listed one whose code runs there: machine code runs within its major
+    version, PTX on everything newer. Code for exactly one capability (9.0a) is compiled if the compiler knows it.
     """
     exact = [arch for arch in listed if arch.endswith(("a", "f")) and base(arch) in known]
     plain = sorted((arch for arch in listed if not arch.endswith(("a", "f"))), key=_number)
@@ -121,7 +121,7 @@ def _section(name: str, table: dict, archs: tuple[str, ...]) -> Section:
 
 
 def _archs(name: str, table: dict, nvcc: Nvcc, only: frozenset[str]) -> tuple[str, ...]:
-    # A section that has none of `only` keeps them all, as its functions are called by the others.
+    # A section that has none of `only` keeps all its capabilities, because other sections call its functions.
     archs = chosen(table["cuda-capabilities"], nvcc.archs)
     if not archs:
         raise BuildError(f"nvcc {nvcc.version} compiles for none of [kernel.{name}]'s cuda-capabilities")
@@ -129,8 +129,8 @@ def _archs(name: str, table: dict, nvcc: Nvcc, only: frozenset[str]) -> tuple[st
 
 
 def _fingerprint(sections: list[Section]) -> str:
-    # Everything that makes two builds differ, so that both can be loaded in one process; nothing that does not, so that
-    # a build can be repeated.
+    # Covers everything that makes two builds differ, so that one process can load both, and nothing else, so that a
+    # build is reproducible.
     digest = hashlib.sha256()
     for section in sections:
         digest.update(repr(section).encode())

@@ -1,15 +1,15 @@
 #pragma once
 
-// The macros torch_binding.cpp registers its ops with, under the names kernel-builder gives them in the header it
-// generates: each expands TORCH_EXTENSION_NAME before torch's own macro turns it into a token.
+// The macros with which torch_binding.cpp registers its ops, under the names of the header that kernel-builder
+// generates. Each expands TORCH_EXTENSION_NAME before torch's own macro turns it into a token.
 
 #include <Python.h>
 
 #define STABLE_TORCH_LIBRARY_EXPAND(name, ops) STABLE_TORCH_LIBRARY(name, ops)
 #define STABLE_TORCH_LIBRARY_IMPL_EXPAND(name, key, ops) STABLE_TORCH_LIBRARY_IMPL(name, key, ops)
 
-// Python is not linked against: the interpreter that imports the extension defines these. Being weak, they may stay
-// undefined at link time, while any other undefined symbol is an error there and not at the import on a user's machine.
+// The extension does not link with Python: the interpreter that imports it defines these symbols. Weak symbols may stay
+// undefined at link time; any other undefined symbol is an error then, and not at the import on a user's machine.
 #pragma weak PyBool_FromLong
 #pragma weak PyCapsule_GetPointer
 #pragma weak PyCapsule_New

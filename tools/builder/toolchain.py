@@ -33,7 +33,7 @@ def python_include() -> Path:
 
 
 def torch(stable_abi: str) -> Path:
-    """The folder of the installed torch, which must not be older than the stable ABI. Importing it takes seconds."""
+    """The folder of the installed torch, found without an import, which takes seconds. It must have the stable ABI."""
     spec = importlib.util.find_spec("torch")
     if spec is None:
         raise BuildError(f"torch is not installed for {sys.executable} (requirements/build.txt)")
@@ -54,7 +54,7 @@ class Nvcc:
 
 
 def nvcc(toolkit: Path | None = None) -> Nvcc | None:
-    """The CUDA compiler of a toolkit, else of CUDA_HOME, the PATH or /usr/local/cuda, in this order, or None."""
+    """The CUDA compiler of a toolkit, otherwise of CUDA_HOME, the PATH or /usr/local/cuda, in this order, or None."""
     home = [f"{os.environ['CUDA_HOME']}/bin"] if "CUDA_HOME" in os.environ else []
     folders = [f"{toolkit}/bin"] if toolkit else [*home, os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
     path = shutil.which("nvcc", path=os.pathsep.join(folders))
@@ -68,7 +68,7 @@ def nvcc(toolkit: Path | None = None) -> Nvcc | None:
 
 
 def has_gpu() -> bool:
-    """True if the CUDA driver finds a GPU. torch, which knows too, takes seconds to import."""
+    """True if the CUDA driver finds a GPU. Asking torch instead would take an import of seconds."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

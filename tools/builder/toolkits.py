@@ -15,28 +15,28 @@ REQUIREMENTS = project.ROOT / "requirements/toolkits"
 
 
 def versions() -> list[str]:
-    """Those with a requirements/toolkits/cuda<version>.txt: "12.6", "13.0", ..."""
+    """The versions with a requirements/toolkits/cuda<version>.txt: "12.6", "13.0", ..."""
     names = (re.fullmatch(r"cuda(\d+)(\d)", path.stem) for path in REQUIREMENTS.glob("cuda*.txt"))
     return sorted((f"{name[1]}.{name[2]}" for name in names), key=lambda version: [*map(int, version.split("."))])
 
 
 def install(version: str, folder: Path) -> Path:
-    """Makes `folder` that toolkit, unless it is, and returns the folder in it where its parts lie."""
+    """Installs the toolkit into `folder`, unless it is there, and returns the subfolder that holds its parts."""
     _install(f"cuda{version.replace('.', '')}", folder)
     libraries = folder / "nvidia/cu13/lib"
     if libraries.is_dir() and not libraries.with_name("lib64").exists():
-        libraries.with_name("lib64").symlink_to("lib")  # where the nvcc of 13.0 looks
+        libraries.with_name("lib64").symlink_to("lib")  # nvcc 13.0 looks there
     return folder / "nvidia"
 
 
 def macos_compiler(folder: Path) -> list[str]:
-    """clang with the headers of macOS, as the packagers of Zig ship it, installed into `folder`."""
+    """Installs Zig's clang with the macOS headers into `folder`."""
     _install("macos", folder)
     return [str(folder / "ziglang/zig"), "c++", "-target", f"aarch64-macos.{MACOS}"]
 
 
 def _install(name: str, folder: Path) -> None:
-    """Install what requirements/toolkits/<name>.txt asks for, unless it is there."""
+    """Installs the requirements in requirements/toolkits/<name>.txt, unless they are there."""
     requirements = REQUIREMENTS / f"{name}.txt"
     installed = folder / requirements.name
     if not installed.is_file() or installed.read_text() != requirements.read_text():

@@ -37,7 +37,7 @@ ENVIRONMENTS = project.BUILD / "compat"
 COLUMNS = ("torch", "its CUDA", "CPU variant", "CUDA variant")
 SUMMARY = ("", "tested", "minimum")
 MODELS = ("transformers", "`fuse_mlps`", "`register_experts`", "`use_kernels=True` and its own mapping")
-# CUDA versions: those that kernel-builder, as flake.lock has it, builds for, and those of a torch since 2.11.
+# CUDA versions: the targets of kernel-builder, in the version that flake.lock pins, and those of torch since 2.11.
 BUILT = ("12.6", "13.0", "13.2")
 TORCHS = ("12.6", "12.8", "12.9", "13.0", "13.2")
 
@@ -49,7 +49,7 @@ class Row:
 
 
 class CompatError(Exception):
-    """An error that one line describes."""
+    """An error whose message fits one line."""
 
 
 def main() -> None:
@@ -110,7 +110,7 @@ def newest_of_each_minor(versions: list[str], since: str) -> list[str]:
 
 
 def tried(version: str) -> Row:
-    """Try the build under one version of torch, in an environment that is gone afterwards."""
+    """Tries the build under one version of torch, in a temporary environment."""
     with _environment({"torch": version}) as python:
         cpu, cuda = (_smoke(python, "smoke.py", backend) for backend in ("cpu", "cuda"))
     if cpu["cuda"] is None:
@@ -130,7 +130,7 @@ def tried_with(version: str) -> Row:
 
 @contextmanager
 def _environment(versions: dict[str, str]) -> Iterator[Path]:
-    """The interpreter of an environment that is gone afterwards, with these and what the tests have beside them."""
+    """The interpreter of a temporary environment with these versions and the tests' other packages."""
     environment = ENVIRONMENTS / "-".join(versions.values())
     shutil.rmtree(environment, ignore_errors=True)
     try:
@@ -158,7 +158,7 @@ def _smoke(python: Path, script: str, backend: str) -> dict:
 
 
 def _words(found: dict[str, str | None]) -> str:
-    """One cell: what went well, or the errors."""
+    """The text of one cell: the successful checks, or the errors."""
     errors = [f"{what}: {error}" for what, error in found.items() if error is not None]
     if errors:
         return "; ".join(errors)
@@ -197,7 +197,7 @@ bfloat16, gradients, `torch.compile(fullgraph=True)` and `fuse_mlps` were each c
 
 
 def summary(rows: list[Row], models: list[Row]) -> list[tuple[str, str, str]]:
-    """The versions that were run, and the least that can work."""
+    """The tested versions, and the oldest that can work."""
     python = importlib.metadata.metadata("kernels")["Requires-Python"].removeprefix(">=")
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     cudas = sorted({row.cells[1] for row in rows} - {"none"})
@@ -228,7 +228,7 @@ accepts; otherwise transformers behaves as if `kernels` were not installed. `fus
 
 
 def chosen_variants() -> str:
-    """The variant of a release that the loader takes under each CUDA that a torch is built for."""
+    """The variant of a release that the loader chooses under each CUDA version that a torch is built for."""
     abi = oldest().replace(".", "")
     names = [f"torch-stable-abi{abi}-cu{version.replace('.', '')}-x86_64-linux" for version in BUILT]
     rows = []

@@ -18,11 +18,11 @@ from builder.toolchain import BuildError
 from compatibility import matrix
 
 FOLDER = project.BUILD / "emulate"
-ROOT = FOLDER / "root"  # what the emulated programs take for /
+ROOT = FOLDER / "root"  # the emulated programs see it as /
 PACKAGES = ROOT / "packages"
-PYTHON = "3.11"  # that of Debian 12
+PYTHON = "3.11"  # Debian 12's
 QEMU = "qemu-aarch64-static"
-# torch asks the system for its CPU, and the system knows the one that emulates.
+# torch reads the CPU model from the system, which would report the host's.
 CPU = "cortex-a72"
 CPUINFO = """processor\t: 0
 Features\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 cpuid
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def system() -> None:
-    """Debian's Python for aarch64 and what it needs, unpacked; apt keeps its state in a folder of its own."""
+    """Unpacks Debian's Python for aarch64 and its dependencies; apt keeps its state in a separate folder."""
     state = FOLDER / "apt"
     for place in ("lists/partial", "cache/archives/partial"):
         (state / place).mkdir(parents=True)
@@ -81,7 +81,7 @@ def packages() -> None:
 
 
 def build() -> Path:
-    """The variant, cross-compiled and linked with the torch of that machine."""
+    """Cross-compiles the variant and links it with torch for aarch64."""
     variant, cache = plan.variant("cpu"), FOLDER / "objects"
     cxx = [matrix.AARCH64_COMPILER]
     objects = []
@@ -91,7 +91,7 @@ def build() -> Path:
                 objects.append(cache / section.name / f"{source}.o")
                 compile.cross_compile(variant, section, source, cxx, set(), objects[-1])
     extension = cache / "extension.so"
-    flags = ["--no-as-needed", *compile.LINK_FLAGS, "--allow-shlib-undefined"]  # what torch takes of others is theirs
+    flags = ["--no-as-needed", *compile.LINK_FLAGS, "--allow-shlib-undefined"]  # torch's own undefined symbols
     libraries = [f"-L{PACKAGES}/torch/lib", "-ltorch_cpu", "-lc10", f"-Wl,{','.join(flags)}"]
     subprocess.run([*cxx, "-shared", "-o", str(extension), *map(str, objects), *libraries], check=True)
     folder = FOLDER / variant.label.replace(project.machine(), "aarch64-linux")
@@ -100,7 +100,7 @@ def build() -> Path:
 
 
 def run(*arguments: str, build: Path) -> int:
-    """Debian's Python, emulated."""
+    """Runs Debian's Python under qemu."""
     environment = os.environ | {
         "PYTHONPATH": str(PACKAGES),
         "LOCAL_KERNELS": f"{project.repo_id()}={build}",

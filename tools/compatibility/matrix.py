@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="compilers at a time")
     arguments = parser.parse_args()
     console = Console(width=100)
-    # The newest first: the names of the kernels are taken from what its nvcc made.
+    # The newest first: its object files provide the names of the kernels.
     steps = {"CPU": cpu, "aarch64": aarch64, "macOS": macos}
     for version in sorted(arguments.cuda, key=known.index, reverse=True):
         steps[f"CUDA {version}"] = partial(cuda, version)
@@ -82,7 +82,7 @@ def macos(jobs: int) -> Row:
 
 
 def _cross_compiled(machine: str, cxx: list[str], without: set[str], jobs: int) -> Row:
-    """The CPU variant's sources for a machine whose torch is not there to link with."""
+    """Compiles the CPU variant's sources for another machine, without a torch to link with."""
     start = time.monotonic()
     variant, cache = plan.variant("cpu"), OUT / ".cache" / machine
     with ThreadPoolExecutor(jobs) as pool:
@@ -114,7 +114,7 @@ def _row(built: build.Built) -> Row:
 
 
 def _compute(variant: plan.Variant) -> str:
-    """The part of the label by which the variants differ: cpu, cu130, ..."""
+    """The part of the label that tells the variants apart: cpu, cu130, ..."""
     return variant.label.split("-")[3]
 
 
@@ -148,7 +148,7 @@ def _check(toolkit: device.Toolkit, jobs: int) -> Row:
 
 
 def _compiled(section: plan.Section, source: str) -> Path:
-    """The newest object file that an nvcc made of a source: which kernels there are does not depend on its version."""
+    """The newest object file that any nvcc made from a source: the set of kernels does not depend on its version."""
     found = (OUT / ".cache").glob(f"*/{section.name}/{source}.o")
     newest = max(found, key=lambda path: path.stat().st_mtime, default=None)
     if newest is None:

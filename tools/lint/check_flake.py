@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def flake_inputs(flake: Path) -> dict:
-    """Return what flake.nix names as inputs. Ends the program with Nix's message if Nix cannot read the file."""
+    """Returns the inputs of flake.nix. Ends the program with Nix's message if Nix cannot read the file."""
     command = ["nix-instantiate", "--store", "dummy://", "--eval", "--strict", "--json"]
     done = subprocess.run([*command, "--expr", f"(import {flake}).inputs"], capture_output=True, text=True)
     if done.returncode != 0:
@@ -38,7 +38,7 @@ def flake_inputs(flake: Path) -> dict:
 
 
 def input_faults(inputs: dict, lock: dict) -> Iterator[str]:
-    """List where the lock is not one of these inputs."""
+    """Lists the differences between the lock and these inputs."""
     locked = lock["nodes"][lock["root"]].get("inputs", {})
     for name in sorted(inputs.keys() - locked.keys()):
         yield f"has no {name}, an input of flake.nix: run `nix flake lock`"
@@ -51,7 +51,7 @@ def input_faults(inputs: dict, lock: dict) -> Iterator[str]:
 
 
 def origin(url: str) -> dict:
-    """The URL of an input as locks write it down: `github:owner/repo`, `github:owner/repo/<branch or commit>`."""
+    """The URL of an input in the form of a lock: `github:owner/repo`, `github:owner/repo/<branch or commit>`."""
     kind, _, place = url.partition(":")
     owner, repo, *rest = place.split("/", 2)
     reference = {"rev" if _is_commit(rest[0]) else "ref": rest[0]} if rest else {}
@@ -59,7 +59,7 @@ def origin(url: str) -> dict:
 
 
 def lock_faults(lock: dict) -> Iterator[str]:
-    """List what is wrong with a lock by itself."""
+    """Lists the inconsistencies within a lock."""
     if lock.get("version") != 7:
         yield f"has version {lock.get('version')}, and 7 is what this check knows"
     nodes = lock["nodes"]

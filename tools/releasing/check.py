@@ -18,22 +18,22 @@ from .rules import api, layers, sources, variants
 
 
 def run(build: Path, folder: Path, console: Console) -> str | None:
-    """Prints what was found and returns the error, if any. `folder` is for the second build."""
+    """Prints the findings and returns the error, if any. `folder` is for the second build."""
     if not variants.variants(build):
         return f"error: no variants in {build}: run `make build`"
     found = dict(_checks(build, released=False))
-    if not any(found.values()):  # which takes as long as all builds did
+    if not any(found.values()):  # takes as long as all builds did
         again = rebuild.build(rebuild.clone(folder / project.name()))
         found["a second build is the same"] = rebuild.faults(build, again)
     return _report(found, console)
 
 
 def gate(build: Path, published: set[str], console: Console) -> str | None:
-    """The same for variants that Nix built, which are to replace those published. It can repeat them, we cannot."""
+    """The same for variants built by Nix that will replace the published ones. Only Nix can repeat these builds."""
     if not variants.variants(build):
         return f"error: no variants in {build}"
     found = {"variants published before": dropped_variants(build, published)}
-    if not any(found.values()):  # else this machine's may be among them, and there is nothing to load
+    if not any(found.values()):  # otherwise this machine's variant may be missing, so nothing could be loaded
         found |= _checks(build, released=True)
     return _report(found, console)
 
@@ -50,7 +50,7 @@ def _report(found: dict[str, list[str]], console: Console) -> str | None:
 
 
 def load(build: Path) -> ModuleType:
-    sys.dont_write_bytecode = True  # what lies in the build is published
+    sys.dont_write_bytecode = True  # all files in the build are published
     return get_local_kernel(build, backend="cpu")
 
 

@@ -47,7 +47,7 @@ def run(folder: Path, console: Console) -> str | None:
 
 
 def smoke() -> int:
-    """Do what a user does first, with the Hub that the environment names and a cache that may be warm."""
+    """Runs a user's first steps, with the Hub that the environment names and a cache that may be warm."""
     command = [sys.executable, "-I", str(SMOKE), project.repo_id(), str(project.version())]
     kept = {name: os.environ[name] for name in ("HF_ENDPOINT", "HF_HOME") if name in os.environ}
     return subprocess.run(command, env=_environment(**kept)).returncode
@@ -55,7 +55,7 @@ def smoke() -> int:
 
 @contextmanager
 def _hub(clone: Path, folder: Path):
-    """A Hub in a process of its own: its address with a home without a cache, and who may publish there."""
+    """A Hub in its own process: yields its environment, with an empty cache, and the identity that may publish."""
     identity = secrets.token_hex()
     command = [sys.executable, clone / "tests/releasing/hub", folder / "repositories", "--identity", identity]
     command += ["--repository", project.repo_id(), "--trusted", project.repo_id().split("/")[0]]
@@ -66,13 +66,13 @@ def _hub(clone: Path, folder: Path):
 
 
 def _environment(**more: str) -> dict[str, str]:
-    """This process's, without what would lead a step to another kernel, Hub or cache."""
+    """This process's environment, without variables that would point a step to another kernel, Hub or cache."""
     misleading = ("HF_", "KERNELS_CACHE", "LOCAL_KERNELS")
     return {name: value for name, value in os.environ.items() if not name.startswith(misleading)} | more
 
 
 def _table(build: Path) -> Table:
-    """A table of what was published, and how the checks found it."""
+    """A table of the published variants, and the result of their checks."""
     whole = [Column(name, no_wrap=True) for name in ("variant", "size", "digests", "symbols")]
     table = Table(whole[0], "archs", *whole[1:], box=SIMPLE_HEAD, pad_edge=False)
     for folder in variants.variants(build):

@@ -19,7 +19,7 @@ STAGING = "staging"
 
 
 class PublishError(Exception):
-    """An error that one line describes."""
+    """An error whose message fits one line."""
 
 
 def branch() -> str:
@@ -27,7 +27,7 @@ def branch() -> str:
 
 
 def published_variants(hub: HfApi) -> set[str]:
-    """The variants on the version's branch; none where there is no such branch yet."""
+    """The variants on the version's branch; none if there is no such branch yet."""
     return {path.split("/")[1] for path in _published_files(hub, branch()) if path.startswith("build/")}
 
 
@@ -40,9 +40,9 @@ def dropped_variants(build: Path, published: set[str]) -> list[str]:
 
 
 def publish(build: Path, hub: HfApi, to: str) -> str:
-    """Makes a branch hold the variants of the build and the benchmarks, and nothing else, and returns the commit.
+    """Makes a branch hold exactly the variants of the build and the benchmarks, and returns the commit.
 
-    The repository must be there: what may write to one repository alone may not ask for a new one.
+    The repository must exist: a token for one repository may not create another.
     """
     if found := [f"{folder.name} {fault}" for folder in variants(build) for fault in bytecode(folder)]:
         raise PublishError("; ".join(found))
@@ -63,12 +63,12 @@ def publish(build: Path, hub: HfApi, to: str) -> str:
 
 
 def fetch(revision: str, hub: HfApi, folder: Path) -> None:
-    """Puts the variants of a revision into the folder's build/, as they were uploaded."""
+    """Downloads the variants of a revision into the folder's build/, unchanged."""
     hub.snapshot_download(**REPO, revision=revision, local_dir=folder, allow_patterns="build/*")
 
 
 def promote(staged: str, hub: HfApi, folder: Path) -> str:
-    """Publishes on the version's branch what was staged as a commit, and returns the commit. `folder` is to work in."""
+    """Publishes a staged commit on the version's branch, and returns the new commit. `folder` is temporary."""
     fetch(staged, hub, folder)
     if dropped := dropped_variants(folder / "build", published_variants(hub)):
         raise PublishError("; ".join(dropped))
@@ -81,7 +81,7 @@ def promote(staged: str, hub: HfApi, folder: Path) -> str:
 
 
 def render_card() -> str:
-    """CARD.md as kernel-builder fills it."""
+    """CARD.md, filled as by kernel-builder."""
     layers = project.package() / "layers.py"
     environment = jinja2.Environment(trim_blocks=True, undefined=jinja2.StrictUndefined)
     return environment.from_string((project.ROOT / "CARD.md").read_text()).render(
@@ -105,7 +105,7 @@ def _published_files(hub: HfApi, on: str) -> list[str]:
 
 
 def _contents(hub: HfApi, revision: str) -> set[tuple[str, str]]:
-    """The files of a revision that users load, with the hash of each."""
+    """The files of a revision that users load, with their hashes."""
     entries = hub.list_repo_tree(**REPO, revision=revision, path_in_repo="build", recursive=True)
     found = [entry for entry in entries if isinstance(entry, RepoFile)]
     return {(file.path, file.lfs.sha256 if file.lfs else file.blob_id) for file in found}

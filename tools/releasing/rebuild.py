@@ -10,7 +10,7 @@ from .rules.variants import files, variants
 
 
 def clone(folder: Path) -> Path:
-    """The commit checked out here, and no change that is not committed."""
+    """Clones the commit checked out here, without uncommitted changes."""
     subprocess.run(["git", "clone", "--quiet", str(project.ROOT), str(folder)], check=True)
     return folder
 

@@ -14,7 +14,7 @@ SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 176, "num_hi
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
-fused_mlp = get_kernel(REPO_ID, version=VERSION, backend=device, trust_remote_code=[REPO_ID])  # it is our own
+fused_mlp = get_kernel(REPO_ID, version=VERSION, backend=device, trust_remote_code=[REPO_ID])  # our own repository
 (loaded,) = get_loaded_kernels()
 print(f"loaded {REPO_ID} version {loaded.metadata.version}, commit {loaded.repo_info.revision}")
 for name in ("Llama", "Gemma"):
@@ -30,7 +30,7 @@ for name in ("Llama", "Gemma"):
     if len(report.fused) != SIZES["num_hidden_layers"]:
         sys.exit(f"error: of {name}'s MLPs not all were fused:\n{report}")
     ran = sum(event.name.startswith(f"{fused_mlp.__name__}::") for event in profiled.events())
-    if ran < SIZES["num_hidden_layers"]:  # what falls back to PyTorch differs from PyTorch in nothing
+    if ran < SIZES["num_hidden_layers"]:  # a fallback to PyTorch would match PyTorch in every case
         sys.exit(f"error: the compiled ops of the build have run {ran} times in {name}:\n{report}")
     difference = (logits - expected).abs().max()
     print(f"{name}: {len(report.fused)} MLPs fused, {ran} compiled ops, largest difference {difference:.1e}")

@@ -9,7 +9,7 @@ from types import ModuleType
 from torch import nn
 
 WIDTH = 32
-TIMM = Path(sys.prefix, "timm")  # not where Python looks for packages
+TIMM = Path(sys.prefix, "timm")  # outside Python's search path
 
 _ACTIVATIONS = ("geglu", "gelu", "gelu-approximate", "geglu-approximate", "swiglu", "linear-silu")
 _TIMM = ("Mlp", "GluMlp", "SwiGLUPacked", "SwiGLU", "GatedMlp", "GlobalResponseNormMlp")
@@ -28,9 +28,9 @@ def make(package: str, name: str) -> nn.Module:
 
 @functools.cache
 def _timm_mlp() -> ModuleType:
-    """timm.layers.mlp without the rest of timm, which imports torchvision, whose wheels need a GPU's torch.
+    """timm.layers.mlp without the rest of timm, which imports torchvision, whose wheels need a CUDA torch.
 
-    For the same reason timm lies in a folder of its own, where transformers does not find it and rely on it.
+    For the same reason timm is in a separate folder, where transformers does not find it and rely on it.
     """
     if not TIMM.is_dir():
         command = f"{sys.executable} -m pip install --no-deps --target {TIMM} -r requirements/timm.txt"

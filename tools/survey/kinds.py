@@ -9,7 +9,7 @@ ALL = ("decoder", "encoder", "vision", "audio", "multimodal")
 
 
 def of(model_type: str, model: PreTrainedModel) -> str:
-    """A model's kind of input, and for text, whether it generates it (encoders with decoders count as encoders)."""
+    """A model's kind of input, and for text whether it generates text (encoder-decoders count as encoders)."""
     parts = [name for name, value in vars(model.config).items() if isinstance(value, PreTrainedConfig)]
     if len(parts) > 1 and not {"encoder", "decoder"} >= set(parts):
         return "multimodal"
@@ -22,7 +22,7 @@ def of(model_type: str, model: PreTrainedModel) -> str:
 
 
 def reason(message: str) -> str:
-    """A message of an error without what differs from one model to the next."""
+    """An error message without the parts that differ between models."""
     missing = re.search(r"requires the (\w+) library|no module (torchaudio)", message)
     if missing:
         return f"needs the package {missing[1] or missing[2]}"

@@ -18,7 +18,7 @@ _ACTIVATION_NAME = re.compile(r"act(_fn|ivation.*)?$|relu|gelu|silu|swish|tanh|m
 
 
 def find(model: nn.Module) -> dict[str, nn.Module]:
-    """The MLPs of a model, by path; experts apart."""
+    """The MLPs of a model, by path, without experts."""
     named = {path: module for path, module in model.named_modules() if _is_mlp(module)}
     inside = {path.rpartition(".")[0] for path in named}
     for path in list(inside):

@@ -41,7 +41,7 @@ FUSED, POINTWISE, LEFT = "fused", "pointwise", "left"
 
 @dataclass
 class Coverage:
-    """MLPs by kind and outcome; why some were left, with a class and the types where that is so; types not built."""
+    """MLPs by kind and outcome; reasons why MLPs were not fused, with classes and model types; types not built."""
 
     counts: Counter = field(default_factory=Counter)
     types: Counter = field(default_factory=Counter)
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def quiet() -> None:
-    """Models of random weights have much to say of what they miss."""
+    """Silences the many warnings of models with random weights."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     transformers.logging.set_verbosity_error()
@@ -111,17 +111,17 @@ def is_in(path: str, outer: str) -> bool:
 
 
 def is_across(entry, path: str) -> bool:
-    """True if an entry is of the owner of two modules that are one MLP, and the path leads to one of them."""
+    """True if an entry is for the owner of two modules that form one MLP, and the path leads to one of them."""
     return "in two modules" in entry.pattern and is_in(path, entry.path)
 
 
 def is_around(entry, path: str) -> bool:
-    """True if an entry is of a block that has the outcome of the experts in it (Llama 4), to which the path leads."""
+    """True if an entry is for a block with the outcome of its experts (Llama 4), and the path leads to them."""
     return entry.pattern == "experts" and path == f"{entry.path}.experts"
 
 
 def survey_blocks(fused_mlp) -> list[tuple[str, str, str, str]]:
-    """Package, block, outcome and what is fused."""
+    """Package, block, outcome and the fused part."""
     found = []
     for package, name in blocks.NAMES:
         entries = fused_mlp.fuse_mlps(blocks.make(package, name)).modules
@@ -165,7 +165,7 @@ def rows(coverage: Coverage) -> list[tuple[str, ...]]:
 
 
 def left(coverage: Coverage) -> list[tuple[str, str, str]]:
-    """Reasons, with the classes and the model types that they hold for; the most common first."""
+    """Reasons, with their classes and model types; the most common first."""
     by_reason: dict[str, dict[str, list[str]]] = {}
     for (reason, name), types in sorted(coverage.left.items()):
         by_reason.setdefault(reason, {})[name] = types

@@ -13,10 +13,10 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 MAX_PARAMETERS = 400_000_000
 
 
-# Options of a configuration, by the end of their names, and what they become. The widths of an MLP differ from all
-# others, by which its layers are told from those of an attention.
+# Options of a configuration, by the end of their names, and their new values. The widths of an MLP differ from all
+# others, which distinguishes its layers from those of an attention.
 def _widths(width: int, hidden: int) -> tuple[tuple[str, int], ...]:
-    """The first that fits counts."""
+    """The first match counts."""
     return (
         (r"intermediate_size|ffn_dim|d_ff|n_inner|ffn_hidden_size|intermediate_dim|mlp_dim|feedforward\w*", hidden),
         (r"hidden_size|d_model|n_embd|embed_dim|dim|hidden_dim|width|n_embed|embedding_size|emb_dim", width),
@@ -28,7 +28,7 @@ def _widths(width: int, hidden: int) -> tuple[tuple[str, int], ...]:
 
 _COUNTS = ((r"layers?|blocks|depth|hidden_groups", 2), (r"vocab_size", 256), (r"experts", 4))
 
-# Options without which a configuration makes no model.
+# Options that a configuration needs to make a model.
 _REQUIRED = {name: {"prediction_length": 8} for name in ("autoformer", "informer", "time_series_transformer")}
 
 
@@ -41,10 +41,10 @@ def model_types() -> list[str]:
 
 
 def build(model_type: str, width: int = 64, hidden: int = 96) -> PreTrainedModel:
-    """A model of that type with random weights, as small as its configuration allows: of two layers, where the features
-    between them, and those within an MLP, can be so many.
+    """A model of that type with random weights, as small as its configuration allows: two layers, with `width` features
+    between them and `hidden` within an MLP if possible.
 
-    Raises NoModelError with the reason where there is none.
+    Raises NoModelError with the reason if there is no such model.
     """
     error: Exception = NoModelError("part of another model")
     for config_class, model_class in _classes(model_type):
@@ -55,7 +55,7 @@ def build(model_type: str, width: int = 64, hidden: int = 96) -> PreTrainedModel
                 return _build(model_class, _shrunk(config, widths, unset))
             except TimeoutError:
                 raise
-            except Exception as caught:  # sizes may depend on each other, packages may not be there, and so on
+            except Exception as caught:  # sizes may depend on each other, packages may be missing, and so on
                 error = error if isinstance(error, ImportError) else caught
     raise NoModelError(f"{type(error).__name__}: {error}".strip()) from error
 

@@ -19,8 +19,8 @@ from tuning.model import KERNEL, Model
 
 ROUNDS = 4
 BUDGET_US = 1000.0  # the length of one candidate's turn
-WEIGHT_BYTES = 200e6  # as many bytes of weights take turns, so that no call finds its own in the L2 cache
-MOST_CALLS = 60  # in a turn
+WEIGHT_BYTES = 200e6  # calls alternate over that many bytes of weights, so that no call finds its own in the L2 cache
+MOST_CALLS = 60  # per turn
 ENTRY = Path(__file__).with_name("entry.cpp")
 SUFFIXES = (".cpp", ".cu", ".cuh", ".def", ".h")
 
@@ -59,7 +59,7 @@ class TuneError(Exception):
 
 
 def capability() -> tuple[int, int] | None:
-    """The compute capability of the current GPU, or None where there is none."""
+    """The compute capability of the current GPU, or None without a GPU."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
@@ -74,14 +74,14 @@ def check_gpu() -> str:
 
 
 def describe() -> Gpu:
-    """The current GPU. Memory moves data twice in a cycle of its clock."""
+    """The current GPU. Its memory transfers data twice per clock cycle."""
     found = torch.cuda.get_device_properties()
     bytes_per_microsecond = found.memory_clock_rate / 1e3 * 2 * found.memory_bus_width / 8
     return Gpu(found.multi_processor_count, found.clock_rate / 1e3, bytes_per_microsecond)
 
 
 def build(folder: Path, architecture: str = "sm90", code: str = "90a") -> ctypes.CDLL:
-    """The project's own sources with entry.cpp, in folder; what was compiled before, where no source is newer."""
+    """Compiles the project's sources with entry.cpp in `folder`; reuses the library if no source is newer."""
     library = folder / f"{architecture}_{code}.so"
     if library.exists() and library.stat().st_mtime > _last_change():
         return ctypes.CDLL(str(library))
@@ -103,14 +103,14 @@ def build(folder: Path, architecture: str = "sm90", code: str = "90a") -> ctypes
 
 
 def _last_change() -> float:
-    """When one of the files that the library may be made of was last written."""
+    """The time of the last change of any file that the library may depend on."""
     folders = (project.ROOT / "cuda", project.ROOT / "torch-ext", ENTRY.parent)
     files = (file for folder in folders for file in folder.rglob("*") if file.suffix in SUFFIXES)
     return max(file.stat().st_mtime for file in files)
 
 
 def grid(quick: bool) -> list[tuple[str, int, int, int]]:
-    """(kind, m, n, k) of the layers of models."""
+    """(kind, m, n, k) of layers of models."""
     layers = []
     for d, h in QUICK_SHAPES if quick else SHAPES:
         for m in QUICK_ROWS if quick else ROWS:
@@ -119,7 +119,7 @@ def grid(quick: bool) -> list[tuple[str, int, int, int]]:
 
 
 def measure(library: ctypes.CDLL, model: Model, kind: str, m: int, n: int, k: int) -> Point:
-    """On the current stream, which must not be the default one: that captures no graphs."""
+    """Runs on the current stream, which must not be the default stream, because that cannot capture graphs."""
     gated = kind == "gated"
     copies = max(2, min(MOST_CALLS, math.ceil(WEIGHT_BYTES / (2 * n * k * (2 if gated else 1)))))
     x, gates, ups = (
@@ -177,7 +177,7 @@ def least_microseconds(kind: str, m: int, n: int, k: int) -> float:
 
 
 def medians(ways: list[Callable[[], None]], least_calls: int, least_us: float) -> list[float]:
-    """Microseconds of one call of each."""
+    """Microseconds of one call of each way."""
     calls = max(least_calls, min(MOST_CALLS, int(BUDGET_US / least_us)))
     graphs = [timing.captured(way, calls) for way in ways]
     turns = {i: lambda graph=graph: {"us": timing.replay_microseconds(graph) / calls} for i, graph in enumerate(graphs)}

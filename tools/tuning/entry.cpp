@@ -1,5 +1,4 @@
-// The GEMMs of an architecture, which TUNED names, and the pointwise kernel for ctypes, with the kernel of the caller's
-// choice.
+// Exposes the GEMMs of the architecture TUNED and the pointwise kernel to ctypes; the caller chooses the kernel.
 #include "../../cuda/gemm/architecture.h"
 #include "../../cuda/pointwise/pointwise.h"
 #include "shape.h"
@@ -37,13 +36,13 @@ extern "C" cudaError_t tune_gemm(const tuning::Shape* s, const tuning::Kernel* k
   return launch(*s, kernel, a, weight, up_weight, out, stream);
 }
 
-// The kernel at a place of the architecture's list.
+// The kernel at an index of the architecture's list.
 extern "C" cudaError_t tune_listed(const tuning::Shape* s, int place, void* a, void* weight, void* up_weight, void* out,
                                    cudaStream_t stream) {
   return launch(*s, TUNED::kArchitecture.kernels[place], a, weight, up_weight, out, stream);
 }
 
-// gate = act(gate) * up, or act(gate) where up is null.
+// gate = act(gate) * up, or act(gate) if up is null.
 extern "C" cudaError_t tune_act_and_mul(const tuning::Shape* s, void* gate, void* up, cudaStream_t stream) {
   return launch_act_and_mul({gate, s->n}, {up, s->n}, {gate, s->n}, s->m, s->n, DType::kBFloat16, s->activation,
                             stream);

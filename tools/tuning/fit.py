@@ -13,17 +13,17 @@ from tqdm import tqdm
 from tuning.kernels import STREAMED, Kernel, Point
 from tuning.model import KERNEL, SHAPE, Model
 
-TORCH_ROWS = 33  # from here on torch's GEMM may be the faster one
-LARGE_BYTES = 100e6  # more than stays in the L2 cache from one run to the next
-MANY_ROWS = 33  # from here on the bandwidth is that of a product which is bound by memory, not by its start
-EVALUATIONS = 8000  # how often a search for the constants of tiled kernels asks for the loss
-GENERATIONS, POPULATION = 150, 10  # for the others; the second number is for each constant
+TORCH_ROWS = 33  # from here on torch's GEMM may be faster
+LARGE_BYTES = 100e6  # more than stays in the L2 cache between runs
+MANY_ROWS = 33  # from here on a product is bound by memory, not by its start
+EVALUATIONS = 8000  # loss evaluations of a search for the constants of tiled kernels
+GENERATIONS, POPULATION = 150, 10  # for the others; the second number is per constant
 MOST_LOG = 3.0  # a constant is varied by factors of up to e to this power
 
 
 @dataclass
 class TiledTime:
-    """As in cuda/sm90/plan/time_model.h, which says what the constants mean."""
+    """As in cuda/sm90/plan/time_model.h, which explains the constants."""
 
     start: float = 0.0
     round: float = 0.0
@@ -33,7 +33,7 @@ class TiledTime:
 
 @dataclass
 class StreamedTime:
-    """As in cuda/sm90/plan/time_model.h, which says what the constants mean. The defaults are where a search starts."""
+    """As in cuda/sm90/plan/time_model.h, which explains the constants. A search starts from the defaults."""
 
     start: float = 2.0
     wide: float = 0.5
@@ -51,7 +51,7 @@ class StreamedTime:
 
 @dataclass
 class TorchTime:
-    """As in cuda/sm90/plan/time_model.h, which says what the constants mean. The defaults are where a search starts."""
+    """As in cuda/sm90/plan/time_model.h, which explains the constants. A search starts from the defaults."""
 
     start: float = 2.5
     share_of_bandwidth: float = 0.85
@@ -64,14 +64,14 @@ class TorchTime:
 
 @dataclass
 class Constants:
-    tiled: dict[bool, dict[Kernel, TiledTime]]  # by whether the products are gated
+    tiled: dict[bool, dict[Kernel, TiledTime]]  # by gated
     streamed: dict[str, StreamedTime]  # by Point.streamed
     bytes_per_microsecond: float
     flops_per_microsecond: float
     torch: TorchTime
 
     def estimates(self, model: Model, point: Point) -> dict[Kernel, float]:
-        """Microseconds that each kernel timed at the point is expected to take."""
+        """The estimated microseconds of each kernel that was timed at the point."""
         found = {}
         for kernel in point.times:
             time = self.tiled[point.gated][kernel] if kernel.tiled else self.streamed[point.streamed]
@@ -93,7 +93,7 @@ class Pairs:
         self._kernels = np.array([tuple(kernel) for _, kernel in pairs], KERNEL)
 
     def estimates(self, constants: np.ndarray) -> np.ndarray:
-        """With one row of constants for each pair, or one for all."""
+        """Estimates with one row of constants for each pair, or one for all."""
         return self._model.estimates(self._shapes, self._kernels, constants, self._bandwidth)
 
 
@@ -113,14 +113,14 @@ def fit(points: list[Point], model: Model) -> Constants:
 
 
 def fit_tiled(points: list[Point], bandwidth: float, model: Model) -> dict[Kernel, TiledTime]:
-    """By least squares, then by a search from there: what counts is the choice."""
+    """Fits by least squares, then by a search from there for the best choice."""
     timed = [(i, point, kernel) for i, point in enumerate(points) for kernel in point.times if kernel.tiled]
     kernels = list(dict.fromkeys(kernel for _, _, kernel in timed))
     times = np.array([point.times[kernel] for _, point, kernel in timed])
     nearness = np.array([point.best for _, point, _ in timed]) / times
     of_kernel = np.array([kernels.index(kernel) for _, _, kernel in timed])
     pairs = [(point, kernel) for _, point, kernel in timed]
-    # If bytes take no time, the estimate is linear in the constants: those of one at a time give the columns.
+    # If bytes take no time, the estimate is linear in the constants: setting one at a time gives the columns.
     unbound = Pairs(model, pairs, np.inf)
     terms = np.stack([unbound.estimates(unit) for unit in np.eye(len(fields(TiledTime)))], axis=1)
     first = np.array(
@@ -136,12 +136,12 @@ def fit_tiled(points: list[Point], bandwidth: float, model: Model) -> dict[Kerne
 
 
 def least_squares(terms: np.ndarray, times: np.ndarray, nearness: np.ndarray) -> np.ndarray:
-    """The least relative error, above all where the kernel is near the best: elsewhere it need not be exact."""
+    """Minimises the relative error, weighted toward kernels near the best: elsewhere it need not be exact."""
     return scipy.optimize.nnls(terms * (nearness / times)[:, None], nearness)[0]
 
 
 def fit_streamed(kind: str, points: list[Point], constants: Constants, model: Model) -> StreamedTime:
-    """By a search, with the tiled kernels, as fitted, to choose from too."""
+    """Fits by a search, with the fitted tiled kernels as alternatives."""
     points = [point for point in points if not all(kernel.tiled for kernel in point.times)]
     timed = [(i, point, kernel) for i, point in enumerate(points) for kernel in point.times]
     times = np.array([point.times[kernel] for _, point, kernel in timed])
@@ -167,8 +167,8 @@ def fit_streamed(kind: str, points: list[Point], constants: Constants, model: Mo
 
 
 def choice_loss(of_point: np.ndarray, times: np.ndarray) -> Callable[[np.ndarray], float]:
-    """The loss of choosing, at every point, the kernel of the least estimate, and some of the estimates' errors, above
-    all near the best kernel: without these, the choice is worse at widths that were not timed.
+    """The loss of choosing the kernel with the smallest estimate at every point, plus a part of the estimates' errors,
+    weighted toward the best kernel: without that part, the choice is worse at widths that were not timed.
 
     of_point: the point of each time, ascending.
     """
@@ -186,7 +186,7 @@ def choice_loss(of_point: np.ndarray, times: np.ndarray) -> Callable[[np.ndarray
 
 
 def searched(values: np.ndarray, loss: Callable[[np.ndarray], float]) -> np.ndarray:
-    """Search for the least loss near these values, each times a factor. The choice of kernels has no gradient."""
+    """Searches for the least loss near these values, each times a factor. The choice of kernels has no gradient."""
     options = {"maxfev": EVALUATIONS, "ftol": 1e-5}
     found = scipy.optimize.minimize(
         lambda logs: loss(values * np.exp(logs)), np.zeros(len(values)), method="Powell", options=options
@@ -195,8 +195,8 @@ def searched(values: np.ndarray, loss: Callable[[np.ndarray], float]) -> np.ndar
 
 
 def evolved(values: tuple[float, ...], loss: Callable[[np.ndarray], float], name: str) -> list[float]:
-    """Search for the least loss near these values, each times a factor, by differential evolution. Powell's method,
-    from several starts, ends in worse optima here.
+    """Searches for the least loss near these values, each times a factor, by differential evolution. Powell's method
+    from several starts ends in worse optima here.
     """
     first = np.array(values)
     bounds, start = [(-MOST_LOG, MOST_LOG)] * len(first), np.zeros(len(first))
@@ -213,8 +213,8 @@ def evolved(values: tuple[float, ...], loss: Callable[[np.ndarray], float], name
 
 
 def fit_torch(points: list[Point], bandwidth: float, model: Model) -> TorchTime:
-    """The least relative error at the median: torch's choice of a kernel is at times far from its best, which no
-    estimate knows.
+    """Minimises the median relative error, because torch sometimes chooses a kernel far from its best, which no
+    estimate can predict.
     """
     shapes = np.array([model.shape(p.kind, p.m, p.n, p.k) for p in points], SHAPE)
     times = np.array([point.torch for point in points])

@@ -5,13 +5,13 @@ from typing import NamedTuple
 
 LOOPS = ("Tiled", "Streamed")
 SCHEDULES = ("PingPong", "Cooperative", "Swapped", "SwappedHalfRows")
-KINDS = ("gated", "activated", "plain")  # two weights; one, with an activation; one, without
-STREAMED = (*(f"few_{kind}" for kind in KINDS), *KINDS, "tall")  # which streamed kernels have constants of their own
+KINDS = ("gated", "activated", "plain")  # two weights; one with an activation; one without
+STREAMED = (*(f"few_{kind}" for kind in KINDS), *KINDS, "tall")  # the kinds of streamed kernels with separate constants
 TILED_ROWS, TALL_ROWS = 33, 65  # as in cuda/sm90/chip.h
 
 
 class Kernel(NamedTuple):
-    """As GemmKernel of cuda/gemm/problem.h, with the numbers of its enums; the product follows from the kind."""
+    """Like GemmKernel of cuda/gemm/problem.h, with the numbers of its enums; the kind determines the product."""
 
     loop: int
     block_m: int
@@ -28,24 +28,24 @@ class Kernel(NamedTuple):
 
 
 class Gpu(NamedTuple):
-    """As its driver describes it: MeasuredOn of cuda/sm90/plan/time_model.h."""
+    """A GPU as its driver describes it: MeasuredOn of cuda/sm90/plan/time_model.h."""
 
     multiprocessors: int
     cycles_per_microsecond: float
-    bytes_per_microsecond: float  # its memory's, nominally
+    bytes_per_microsecond: float  # nominal memory bandwidth
 
 
 @dataclass
 class Point:
-    """One product, and microseconds of every way to compute it."""
+    """One product, and the microseconds of every way to compute it."""
 
     kind: str
     m: int
     n: int
     k: int
     times: dict[Kernel, float]
-    torch: float  # its GEMMs and the pointwise kernel behind them
-    present: Kernel  # what is chosen with the constants as they are
+    torch: float  # its GEMMs and the pointwise kernel after them
+    present: Kernel  # the choice with the present constants
 
     @property
     def gated(self) -> bool:

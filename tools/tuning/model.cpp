@@ -1,4 +1,4 @@
-// The choice of a kernel and the model of its time, for ctypes. Includes no CUDA header and calls no CUDA function.
+// Exposes the choice of a kernel and its time model to ctypes. Includes no CUDA header and calls no CUDA function.
 #include <cstring>
 
 #include "../../cuda/sm90/plan/plan.h"
@@ -41,13 +41,13 @@ extern "C" int tune_candidates(const tuning::Shape* shape, tuning::Kernel* kerne
   return count;
 }
 
-// The kernel that the constants of tuning.h choose on the chip that they were measured on, but for its multiprocessors.
+// The kernel that tuning.h's constants choose on the chip where they were measured, except for its multiprocessors.
 extern "C" void tune_choose(const tuning::Shape* shape, tuning::Kernel* kernel) {
   const sm90::Chip chip{static_cast<int>(shape->multiprocessors), sm90::kPeak.bytes_per_microsecond, 1.0};
   *kernel = plain(sm90::choose(problem_of(*shape), chip).kernel);
 }
 
-// The estimates for `count` pairs of a shape and a kernel, each with constants of its own, `stride` doubles apart.
+// The estimates for `count` pairs of a shape and a kernel, each with its own constants, `stride` doubles apart.
 extern "C" void tune_estimate(const tuning::Shape* shapes, const tuning::Kernel* kernels, const double* constants,
                               int64_t stride, int64_t count, double bytes_per_microsecond, double* microseconds) {
   for (int64_t i = 0; i < count; ++i) {
@@ -59,7 +59,7 @@ extern "C" void tune_estimate(const tuning::Shape* shapes, const tuning::Kernel*
   }
 }
 
-// The estimate of torch's way for `count` shapes, by constants in the order of TorchTime's members.
+// The estimates of torch's way for `count` shapes, with constants in the order of TorchTime's members.
 extern "C" void tune_torch(const tuning::Shape* shapes, const sm90::TorchTime* constants, int64_t count,
                            double bytes_per_microsecond, double* microseconds) {
   for (int64_t i = 0; i < count; ++i) {

@@ -42,7 +42,7 @@ class Model:
     def estimates(
         self, shapes: np.ndarray, kernels: np.ndarray, constants: np.ndarray, bytes_per_microsecond: float
     ) -> np.ndarray:
-        """Microseconds for pairs of a shape and a kernel, with a row of constants for each, or one for all."""
+        """Microseconds for pairs of a shape and a kernel, with one row of constants for each, or one for all."""
         constants = np.ascontiguousarray(constants, dtype=np.float64)
         stride = 0 if constants.ndim == 1 else constants.shape[1]
         result = np.empty(len(shapes))

@@ -17,7 +17,7 @@ struct Kernel {
 };
 
 inline fused_mlp::GemmProblem problem_of(const Shape& s) {
-  alignas(128) static char somewhere;  // a gated problem is told by its second weight
+  alignas(128) static char somewhere;  // a second weight marks a gated problem
   fused_mlp::GemmProblem p{};
   p.a = {nullptr, s.k};
   p.weight = {nullptr, s.k};

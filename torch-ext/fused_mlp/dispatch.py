@@ -62,8 +62,7 @@ LEAST_COMPILED: int = 1 << 34 if native.DEVICE_TYPE == "cuda" else 0
 
 # Least number of elements at which dropout, residual sum and norm run as one op under autograd. The host takes 1.05 to
 # 1.2 of eager's time for it, so it pays only if the GPU is the bottleneck: about where LEAST_WORK begins for MLPs of
-# four times the width. It was not measured on a CPU. From the same size on, the sum in front of a block that begins
-# with a norm is computed by the block's autograd node.
+# four times the width. It was not measured on a CPU.
 LEAST_SUM: Dict[torch.dtype, int] = dict.fromkeys(native._DTYPES, NEVER if native.DEVICE_TYPE == "cpu" else 1 << 22)
 
 # Least number of elements of an input at which its projections run as one autograd node, in training mode only. The

@@ -19,11 +19,11 @@ with torch.inference_mode():
     expected = model(tokens).logits
     print(fused_mlp.fuse_mlps(model))
 
-    # The fused calls are ops of the graph: fullgraph=True shows that none of them breaks it.
+    # The fused calls are ops in the graph: fullgraph=True proves that none of them breaks it.
     compiled = torch.compile(model, fullgraph=True)
     torch.testing.assert_close(compiled(tokens).logits, expected, rtol=1e-3, atol=1e-3)
 
-    if torch.cuda.is_available():  # CUDA graphs, which take the launches of the whole model off the host
+    if torch.cuda.is_available():  # CUDA graphs, which remove the host's launches for the whole model
         graphs = torch.compile(model, mode="reduce-overhead")
         for _ in range(3):  # warms up, records, replays
             logits = graphs(tokens).logits

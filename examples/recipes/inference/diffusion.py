@@ -1,4 +1,4 @@
-"""A diffusers pipeline: fuse its transformer or UNet, which runs once a step; the pipeline stays as it is.
+"""A diffusers pipeline: fuse its transformer or UNet, which runs once per step; the pipeline stays unchanged.
 
 Run: `python examples/recipes/inference/diffusion.py`
 """

@@ -1,4 +1,4 @@
-"""Text generation: fuse the model once it is loaded, then call `generate` as before.
+"""Text generation: fuse the model after loading it, then call `generate` as before.
 
 Run: `python examples/recipes/inference/generate.py`
 """
@@ -25,6 +25,6 @@ report = fused_mlp.fuse_mlps(model)
 print(report)
 assert torch.equal(generate(), expected)
 
-report.restore()  # the model's own methods again
+report.restore()  # restores the model's own methods
 assert torch.equal(generate(), expected)
 print("the same tokens fused, and restored")

@@ -1,4 +1,4 @@
-"""A mixture of experts: `fuse_mlps` takes the experts too, or transformers is told of them by name.
+"""A mixture of experts: `fuse_mlps` also fuses the experts; or select them by name in transformers.
 
 Run: `python examples/recipes/inference/mixture.py`
 """
@@ -22,7 +22,7 @@ with torch.no_grad():
     torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-3, atol=1e-3)
     report.restore()
 
-    fused_mlp.register_experts()  # then from_pretrained takes experts_implementation="fused_mlp" too
+    fused_mlp.register_experts()  # then from_pretrained also accepts experts_implementation="fused_mlp"
     model.set_experts_implementation("fused_mlp")
     torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-3, atol=1e-3)
     print(fused_mlp.explain(model))

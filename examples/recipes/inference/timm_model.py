@@ -1,8 +1,8 @@
-"""A model of timm: fuse it once it is created. Transforms, heads and checkpoints stay as they are.
+"""A timm model: fuse it after creating it. Transforms, heads and checkpoints stay unchanged.
 
 Run: `python examples/recipes/inference/timm_model.py`
 
-It needs timm, and a torchvision that fits the installed PyTorch.
+Needs timm, and a torchvision that matches the installed PyTorch.
 """
 
 import timm
@@ -14,7 +14,7 @@ torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
 
 # Yours: timm.create_model("...", pretrained=True).eval().to("cuda", torch.bfloat16)
 model = timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=10).eval()
-torch.nn.init.normal_(model.head.weight)  # timm's are so small that all answers look alike
+torch.nn.init.normal_(model.head.weight)  # timm's values are so small that all outputs look alike
 images = torch.randn(2, 3, 224, 224)
 
 with torch.inference_mode():

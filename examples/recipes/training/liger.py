@@ -2,8 +2,8 @@
 
 Run: `python examples/recipes/training/liger.py`
 
-`Trainer.train` puts Liger's kernels into the model that it is given, its MLPs too if it is not told otherwise. Those
-are understood as well, but have to be fused behind that, by a callback for `on_train_begin`. The log says so.
+`Trainer.train` puts Liger's kernels into its model, including the MLPs unless configured otherwise. Liger's MLPs can be
+fused as well, but only afterwards, by a callback for `on_train_begin`. The log says so.
 """
 
 import copy
@@ -19,7 +19,7 @@ config = LlamaConfig(vocab_size=512, hidden_size=128, intermediate_size=256, num
 model = LlamaForCausalLM(config)
 rows = torch.randint(3, 512, (32, 24))
 dataset = [{"input_ids": row, "labels": row} for row in rows]
-has_gpu = torch.cuda.is_available()  # where Liger's kernels run
+has_gpu = torch.cuda.is_available()  # Liger's kernels need one
 kernels = {name: has_gpu for name in ("rope", "rms_norm", "fused_linear_cross_entropy")}
 
 

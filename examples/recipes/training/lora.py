@@ -1,8 +1,8 @@
-"""LoRA with PEFT: add the adapters, then fuse, then train. Base and adapters of an MLP run in one call each way.
+"""LoRA with PEFT: add the adapters, then fuse, then train. An MLP's base and adapters are one call in each direction.
 
 Run: `python examples/recipes/training/lora.py`
 
-`lora_dropout` is 0, PEFT's default: on a CPU, PEFT's own layers run while a dropout is active. What is saved is PEFT's.
+`lora_dropout` is 0, PEFT's default: on a CPU, PEFT's own layers run while a dropout is active. Saving is PEFT's own.
 """
 
 import copy
@@ -36,5 +36,5 @@ print(report)
 losses = [train(model), train(original)]
 print(f"loss {losses[0]:.4f} fused, {losses[1]:.4f} as it was")
 assert not report.left and abs(losses[0] - losses[1]) < 1e-2
-with model.disable_adapter(), original.disable_adapter(), torch.no_grad():  # the base's answers, fused too
+with model.disable_adapter(), original.disable_adapter(), torch.no_grad():  # the base model's outputs, fused too
     torch.testing.assert_close(model(tokens).logits, original(tokens).logits, rtol=1e-3, atol=1e-3)

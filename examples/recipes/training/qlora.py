@@ -1,8 +1,8 @@
-"""QLoRA: a model in NF4 by bitsandbytes, PEFT's adapters on it. Quantise, add the adapters, then fuse, then train.
+"""QLoRA: a bitsandbytes NF4 model with PEFT adapters. Quantise, add the adapters, then fuse, then train.
 
 Run: `python examples/recipes/training/qlora.py`
 
-An MLP runs in one call each way. On a CPU it is left to bitsandbytes, unless the compiled ops are forced as here.
+An MLP is one call in each direction. On a CPU bitsandbytes runs it, unless the compiled ops are forced as here.
 """
 
 import copy
@@ -18,7 +18,7 @@ device, dtype = "cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16
 
 config = LlamaConfig(vocab_size=512, hidden_size=256, intermediate_size=768, num_hidden_layers=2, num_attention_heads=4)
 model = LlamaForCausalLM(config).to(dtype)
-# As `from_pretrained(..., quantization_config=BitsAndBytesConfig(load_in_4bit=True, ...))` does it.
+# Does the same as `from_pretrained(..., quantization_config=BitsAndBytesConfig(load_in_4bit=True, ...))`.
 for mlp in (layer.mlp for layer in model.model.layers):
     for name, linear in list(mlp.named_children())[:3]:
         quantised = Linear4bit(linear.in_features, linear.out_features, False, dtype, quant_type="nf4")

@@ -1,4 +1,4 @@
-"""TRL with PEFT: the SFTTrainer adds the adapters, so fuse the model that it holds, then train.
+"""TRL with PEFT: the SFTTrainer adds the adapters, so fuse the trainer's model, then train.
 
 Run: `python examples/recipes/training/sft.py`
 """

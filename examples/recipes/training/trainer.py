@@ -1,8 +1,8 @@
-"""Training with transformers' Trainer: fuse the model before the Trainer takes it.
+"""Training with transformers' Trainer: fuse the model before passing it to the Trainer.
 
 Run: `python examples/recipes/training/trainer.py`
 
-`memory="recompute"` keeps nothing between forward and backward and computes the hidden values again.
+`memory="recompute"` keeps nothing between forward and backward and recomputes the hidden values.
 """
 
 import copy
@@ -32,4 +32,4 @@ print(report)
 losses = [train(model), train(original)]
 print(f"training loss {losses[0]:.4f} fused, {losses[1]:.4f} as it was")
 assert abs(losses[0] - losses[1]) < 1e-2
-report.restore()  # before the model is pickled; save_pretrained and checkpoints need nothing
+report.restore()  # needed before pickling the model; not for save_pretrained and checkpoints

@@ -22,7 +22,7 @@ def snapshot() -> Path:
 
 
 def faults(kernel: ModuleType) -> list[str]:
-    """List where the API of a loaded kernel differs from the snapshot of its version, line by line."""
+    """Lists the differences between the API of a loaded kernel and the snapshot of its version, line by line."""
     path = snapshot()
     if not path.is_file():
         return [f"there is no snapshot {path.name} of this version's API: write it with tools/release.py snapshot"]
@@ -32,7 +32,7 @@ def faults(kernel: ModuleType) -> list[str]:
 
 
 def describe(kernel: ModuleType) -> list[str]:
-    """One line for every function, layer, activation and op, with all that a call depends on."""
+    """One line for every function, layer, activation and op, with everything that a call depends on."""
     lines = []
     for name in sorted(kernel.__all__):
         value = getattr(kernel, name)
@@ -41,7 +41,7 @@ def describe(kernel: ModuleType) -> list[str]:
 
 
 def exported() -> list[str]:
-    """`__all__` as the source has it, for where there is no build to load."""
+    """`__all__` read from the source, for use without a build."""
     tree = ast.parse((project.package() / "__init__.py").read_text())
     (assigned,) = [node for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"]
     return ast.literal_eval(assigned.value)
@@ -56,7 +56,7 @@ def _function(name: str, function) -> Iterator[str]:
 
 
 def _layers(module: ModuleType) -> Iterator[str]:
-    import torch  # takes seconds, and publishing needs none of it
+    import torch  # takes seconds, and publishing does not need it
 
     for name in sorted(module.__all__):
         layer = getattr(module, name)
@@ -69,7 +69,7 @@ def _layers(module: ModuleType) -> Iterator[str]:
 
 
 def _activations(package: str) -> list[str]:
-    """List what every `activation` may be, and the number by which the ops know it."""
+    """Lists the values of `activation`, with the number that the ops use for each."""
     table = sys.modules[f"{package}.activations"].ACTIVATIONS
     return sorted(f"activation {name!r}: {row.code}" for row in table for name in (row.name, *row.aliases))
 
@@ -77,13 +77,13 @@ def _activations(package: str) -> list[str]:
 def _ops(namespace: str) -> list[str]:
     import torch
 
-    # The namespace is the build's own; what stands in it is not.
+    # The namespace differs between builds; its contents do not.
     schemas = [str(schema) for schema in torch._C._jit_get_all_schemas()]
     return sorted(schema.replace(f"{namespace}::", "ops.") for schema in schemas if schema.startswith(f"{namespace}::"))
 
 
 def _signature(function) -> str:
-    """Without annotations, which bind no caller, and which versions of Python print differently."""
+    """The signature without annotations, which bind no caller and which Python versions print differently."""
     signature = inspect.signature(function)
     bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
     return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))

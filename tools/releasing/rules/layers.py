@@ -2,11 +2,11 @@
 
 from types import ModuleType
 
-LAYOUT = "Layout"  # a companion that stands alone: it has a constructor, and is put in no place
+LAYOUT = "Layout"  # a standalone companion: it has a constructor, and replaces no layer
 
 
 def faults(kernel: ModuleType) -> list[str]:
-    from kernels.layer.layer import _validate_layer  # imports torch, which publishing does without
+    from kernels.layer.layer import _validate_layer  # imports torch, which publishing does not need
 
     found = []
     for name in kernel.layers.__all__:

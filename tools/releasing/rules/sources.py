@@ -16,7 +16,7 @@ def faults(package: Path) -> list[str]:
 
 
 def _too_new(package: Path) -> list[str]:
-    """Syntax, modules, functions and arguments that a later Python brought."""
+    """Syntax, modules, functions and arguments that a later Python introduced."""
     options = [f"--target={OLDEST_PYTHON}-", "--violations", "--no-tips", "--format", "parsable"]
     vermin = "import sys, vermin; sys.exit(vermin.main())"
     result = subprocess.run([sys.executable, "-c", vermin, *options, str(package)], capture_output=True, text=True)

@@ -16,20 +16,20 @@ def variants(build: Path) -> list[Path]:
 
 
 def files(variant: Path) -> Iterator[tuple[str, Path]]:
-    """All files of a variant, by their place there."""
+    """All files of a variant, with their relative paths."""
     for path in sorted(variant.rglob("*")):
         if path.is_file():
             yield path.relative_to(variant).as_posix(), path
 
 
 def bytecode(variant: Path) -> list[str]:
-    """List what an import has left in a variant. No digest covers it, and Python may run it in place of the source."""
+    """Lists bytecode left by imports. No digest covers it, and Python may run it instead of the source."""
     found = [place for place, _ in files(variant) if place.endswith(".pyc")]
     return [f"holds bytecode, which is not to be published: {place}" for place in found]
 
 
 def faults(folder: Path, released: bool = False) -> list[str]:
-    """List what keeps a variant from being released; `released` if it is to be, and no rehearsal built here."""
+    """Lists faults that prevent a variant's release; `released` is false for a rehearsal with a build from here."""
     try:
         parse_variant(folder.name)
         metadata = Metadata.read_from_file(folder / "metadata.json")
@@ -69,7 +69,7 @@ def _digest(metadata: Metadata, folder: Path) -> Iterator[str]:
 
 
 def is_noarch(folder: Path) -> bool:
-    """True if a variant is of Python alone, by its name: torch-rocm and the like."""
+    """True if a variant has only Python, by its name: torch-rocm and similar."""
     return isinstance(parse_variant(folder.name), NoarchVariant)
 
 

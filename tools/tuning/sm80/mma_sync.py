@@ -30,7 +30,7 @@ class Product(NamedTuple):
 
     @property
     def plain(self) -> tuple[int, int, int]:
-        """As one product with both weights, which torch's GEMM multiplies by."""
+        """The same as one product with both weights, as torch's GEMM computes it."""
         return self.m, self.n * (2 if self.gated else 1), self.k
 
 
@@ -42,11 +42,11 @@ LARGE = (
 )
 WIDE = (Product(1, 14336, 4096, True), Product(16, 14336, 4096, True), Product(16, 4096, 14336, False))
 SMALL = Product(8, 64, 64, False)
-Times = dict[Product, dict[int | None, float]]  # microseconds of kernels by their numbers; None: torch's GEMM
+Times = dict[Product, dict[int | None, float]]  # microseconds by kernel number; None: torch's GEMM
 
 
 def describe() -> Gpu:
-    """The current GPU, as cuda/device.h has it."""
+    """The current GPU, as cuda/device.h describes it."""
     found = torch.cuda.get_device_properties()
     shared = found.shared_memory_per_block_optin, found.shared_memory_per_multiprocessor
     bandwidth = found.memory_clock_rate / 1e3 * 2 * found.memory_bus_width / 8
@@ -64,7 +64,7 @@ def candidates(predictor: Predictor, gpu: Gpu, product: Product) -> Iterator[int
 
 
 def measure(library: ctypes.CDLL, predictor: Predictor, gpu: Gpu) -> Times:
-    """On the current stream, which must not be the default one: that captures no graphs."""
+    """Runs on the current stream, which must not be the default stream, because that cannot capture graphs."""
     found: Times = {}
     for product in (*LARGE, *WIDE, SMALL):
         m, n, k = product.plain
@@ -92,7 +92,7 @@ def _launcher(library, gpu, number, product, x, weights, out) -> Callable[[], No
 
 
 def fit(times: Times, predictor: Predictor, gpu: Gpu) -> list[float | list[float]]:
-    """The members of Tuning (cuda/sm80/plan/tuning.h) behind the capability."""
+    """The members of Tuning (cuda/sm80/plan/tuning.h) after the capability."""
     shares, of_bandwidth, start, *_ = predictor.constants(gpu)
     started, torch_started = (
         min(time for number, time in times[SMALL].items() if number is not None),
@@ -100,7 +100,7 @@ def fit(times: Times, predictor: Predictor, gpu: Gpu) -> list[float | list[float
     )
 
     def share(product: Product, number: int, assumed: float) -> float:
-        """The constant that makes the estimate of a kernel that long, where `assumed` makes it as it is."""
+        """The constant that makes a kernel's estimate equal its measured time; `assumed` gave the present estimate."""
         bound = predictor.estimated(gpu, product, number) - start
         return assumed * bound / (times[product][number] - started)
 
@@ -139,7 +139,7 @@ def withheld(gpu: Gpu, name: str) -> str:
 
 
 def write(made: str, path: Path = ROWS) -> None:
-    """Puts a row in the place of its capability's, or behind all."""
+    """Replaces the row of the capability, or appends one."""
     kept = [line for line in path.read_text().splitlines() if not line.startswith(_capability(made))]
     path.write_text("\n".join([*kept, made]) + "\n")
 

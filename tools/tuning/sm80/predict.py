@@ -17,7 +17,7 @@ SHAPES = ((8192, 768, 3072), (2048, 2048, 8192), (8192, 4096, 14336), (16, 4096,
 
 
 def rows(predictor: Predictor) -> list[tuple[str, ...]]:
-    """For each MLP, the time of its gated layer in units of torch's way, and in brackets where ours is not taken."""
+    """For each MLP, the time of its gated layer in units of torch's way, in brackets if torch's way is chosen."""
     found = []
     for m, dim, hidden in SHAPES:
         cells = []
@@ -34,7 +34,7 @@ def table(predictor: Predictor) -> str:
 
 
 def explanations(predictor: Predictor, shape: tuple[int, int, int]) -> dict[str, str]:
-    """The words of `explain` on an MLP's gated layer, by GPU. A Hopper GPU has kernels of its own."""
+    """The output of `explain` for an MLP's gated layer, by GPU. A Hopper GPU has other kernels."""
     plans = project.package_file("backends/plans.py")
     m, dim, hidden = shape
     others = {name: gpu for name, gpu in GPUS.items() if gpu.major != 9}

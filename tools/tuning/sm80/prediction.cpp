@@ -1,4 +1,4 @@
-// The choice of a GEMM of sm_80 for any GPU that can be described, for ctypes. Includes no CUDA header.
+// Exposes the choice of an sm_80 GEMM for any described GPU to ctypes. Includes no CUDA header.
 #include <algorithm>
 #include <cstring>
 #include <iterator>
@@ -14,13 +14,13 @@ using namespace fused_mlp;
 extern "C" {
 
 struct Prediction {
-  int kernel;  // in the list, the one of the least time that the GPU has the shared memory for
-  int ours;    // true if it is taken
+  int kernel;  // in the list: the fastest one that fits into the GPU's shared memory
+  int ours;    // true if it is chosen
   double microseconds, torch_microseconds;
-  char record[256];  // a gated layer's, as the ops write it
+  char record[256];  // of a gated layer, as the ops write it
 };
 
-// A layer without biases, or with them: torch has an epilogue of its own for some of these.
+// A layer with or without biases: torch has a special epilogue for some of these.
 void predict(const Gpu* gpu, const tuning::Shape* shape, int biased, Prediction* prediction) {
   GemmProblem p = tuning::problem_of(*shape);
   static const char somewhere = 0;
@@ -42,8 +42,7 @@ void predict(const Gpu* gpu, const tuning::Shape* shape, int biased, Prediction*
   std::strncpy(prediction->record, record.text().c_str(), sizeof(prediction->record) - 1);
 }
 
-// The same of a product of training, by its number in Product: whether ours is taken, and what both are estimated to
-// take.
+// The same for a training product, by its number in Product: whether ours is chosen, and both estimated times.
 int predict_training(const Gpu* gpu, int product, const int64_t* sizes, double* microseconds) {
   GemmProblem p{};
   p.m = sizes[0], p.n = sizes[1], p.k = sizes[2];
@@ -57,8 +56,8 @@ int predict_training(const Gpu* gpu, int product, const int64_t* sizes, double* 
   return ours ? 1 : 0;
 }
 
-// Gated experts, by tokens, choices of each, experts, width and hidden width: whether ours are taken, the rows of a
-// tile, and what both are estimated to take; or of a forward and its backward.
+// Gated experts, by tokens, choices per token, experts, width and hidden width: whether ours are chosen, the rows of a
+// tile, and both estimated times, in inference or for a forward and its backward.
 int predict_experts(const Gpu* gpu, const int64_t* sizes, int transposed, int trained, int* rows,
                     double* microseconds) {
   const Routes routes{nullptr, 8, static_cast<int>(sizes[0]), static_cast<int>(sizes[1]), static_cast<int>(sizes[2])};
@@ -81,7 +80,7 @@ int predict_experts(const Gpu* gpu, const int64_t* sizes, int transposed, int tr
   return sm80::decide_experts(first, second, *gpu) == Refusal::kNone ? 1 : 0;
 }
 
-// The kernel that a Hopper GPU has beside its own, or -1.
+// The kernel of the list that a Hopper GPU considers beside its own, or -1.
 int beside_sm90(const Gpu* gpu, const tuning::Shape* shape, double* microseconds) {
   const GemmPlan plan = sm80::choose_beside_sm90(tuning::problem_of(*shape), *gpu);
   *microseconds = plan.microseconds;
@@ -89,15 +88,15 @@ int beside_sm90(const Gpu* gpu, const tuning::Shape* shape, double* microseconds
   return found == std::end(sm80::kKernels) ? -1 : static_cast<int>(found - std::begin(sm80::kKernels));
 }
 
-// The estimate of a listed kernel, whether or not the GPU has code of it.
+// The estimate of a listed kernel, whether or not the GPU has code for it.
 double estimated(const Gpu* gpu, const tuning::Shape* shape, int kernel) {
   return sm80::estimated_microseconds(tuning::problem_of(*shape), sm80::kListed[kernel], *gpu);
 }
 
-// Operations per microsecond of all multiprocessors, at most.
+// Peak operations per microsecond of all multiprocessors.
 double flops_per_microsecond(const Gpu* gpu) { return sm80::flops_per_microsecond(*gpu) * gpu->multiprocessors; }
 
-// The members of Tuning behind the capability, as they are for a GPU.
+// The present members of Tuning after the capability, for a GPU.
 void constants(const Gpu* gpu, double* values) {
   const sm80::Tuning& t = sm80::tuning_of(*gpu);
   for (double share : t.of_peak) *values++ = share;
@@ -106,17 +105,17 @@ void constants(const Gpu* gpu, double* values) {
   }
 }
 
-// Rows and weight rows of a tile that Tuning has a share of; -1 past the end.
+// Rows and weight rows of a tile for which Tuning has a share; -1 past the end.
 int tile(int index, int* sizes) {
   if (index >= static_cast<int>(std::size(sm80::kTiles))) return -1;
   for (int side = 0; side < 2; ++side) sizes[side] = sm80::kTiles[index][side];
   return 0;
 }
 
-// True if the choice on a GPU is among others of a listed kernel.
+// True if the choice on a GPU includes a listed kernel.
 int offered(const Gpu* gpu, int kernel) { return sm80::offered(kernel, *gpu) ? 1 : 0; }
 
-// A listed kernel, as Listed of prediction.py; -1 past the end.
+// A listed kernel, like Listed in prediction.py; -1 past the end.
 int described(int kernel, int* values) {
   if (kernel >= static_cast<int>(sm80::kKernels.size())) return -1;
   const sm80::ListedKernel& listed = sm80::kListed[kernel];

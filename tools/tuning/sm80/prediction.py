@@ -20,7 +20,7 @@ ACTIVATIONS = {"linear": 0, "gelu_pytorch_tanh": 2, "silu": 4}  # codes of torch
 
 
 class Gpu(ctypes.Structure):
-    """As cuda/gemm/gpu.h."""
+    """Like Gpu in cuda/gemm/gpu.h."""
 
     _fields_ = [
         *((name, ctypes.c_int) for name in ("major", "minor", "multiprocessors")),
@@ -42,7 +42,7 @@ def _gpu(capability: str, multiprocessors: int, mhz: int, gigabytes: int, l2_mib
     return Gpu(major, minor, multiprocessors, *sizes, mhz, gigabytes * 1e3, l2_mib << 20, geforce)
 
 
-# As their drivers describe them: boost clock and nominal bandwidth, from NVIDIA's data sheets.
+# The GPUs as their drivers describe them: boost clock and nominal bandwidth, from NVIDIA's data sheets.
 GPUS = {
     "A100 80GB SXM": _gpu("8.0", 108, 1410, 2039, 40),
     "Jetson AGX Orin": _gpu("8.7", 16, 1300, 205, 4),
@@ -53,7 +53,7 @@ GPUS = {
     "RTX 3090": _gpu("8.6", 82, 1695, 936, 6, geforce=True),
     "RTX 4090": _gpu("8.9", 128, 2520, 1008, 72, geforce=True),
     "RTX 5090": _gpu("12.0", 170, 2407, 1792, 96, geforce=True),
-    "H200": _gpu("9.0", 132, 1980, 4917, 50),  # where the kernels can be tried: forced
+    "H200": _gpu("9.0", 132, 1980, 4917, 50),  # the kernels can be tried on it, forced
 }
 
 
@@ -68,14 +68,14 @@ class _Prediction(ctypes.Structure):
 @dataclass(frozen=True)
 class Prediction:
     kernel: int  # its number in cuda/sm80/plan/kernels.def
-    ours: bool  # whether it is taken
+    ours: bool  # true if it is chosen
     microseconds: float
     torch_microseconds: float
-    record: str  # a gated layer's, which `explain` has the words for
+    record: str  # of a gated layer; `explain` turns it into text
 
 
 class Listed(NamedTuple):
-    """A kernel of the list: GemmKernel of cuda/gemm/problem.h by the numbers of its enums, and what it takes."""
+    """A kernel of the list: GemmKernel of cuda/gemm/problem.h by the numbers of its enums, and its resources."""
 
     loop: int
     product: int  # 0 plain, 1 gated, then those of training
@@ -109,7 +109,7 @@ class Predictor:
         return Prediction(found.kernel, bool(found.ours), found.microseconds, found.torch_microseconds, record)
 
     def predict_training(self, gpu: Gpu, product: int, m: int, n: int, k: int) -> tuple[bool, float, float]:
-        """Return whether ours is taken for a product of training (a number of Product), its time and torch's."""
+        """Returns whether our kernel is chosen for a training product (a number of Product), its time and torch's."""
         found = (ctypes.c_double * 2)()
         ours = self._library.predict_training(ctypes.byref(gpu), product, (ctypes.c_int64 * 3)(m, n, k), found)
         return bool(ours), *found
@@ -117,10 +117,10 @@ class Predictor:
     def predict_experts(
         self, gpu: Gpu, sizes: tuple[int, ...], transposed: bool, trained: bool = False
     ) -> tuple[bool, int, float, float]:
-        """Return whether ours are taken for gated experts, the rows of a tile, their time and that of torch's way, or
-        of a forward and its backward.
+        """Returns whether our kernels are chosen for gated experts, the rows of a tile, their time and that of torch's
+        way, in inference or for a forward and its backward.
 
-        The sizes are tokens, choices of each, experts, width and hidden width.
+        The sizes are tokens, choices per token, experts, width and hidden width.
         """
         rows, found = ctypes.c_int(), (ctypes.c_double * 2)()
         given = (ctypes.c_int64 * 5)(*sizes), int(transposed), int(trained), ctypes.byref(rows), found
@@ -128,7 +128,7 @@ class Predictor:
         return bool(ours), rows.value, *found
 
     def estimated(self, gpu: Gpu, product: tuple[int, int, int, bool], kernel: int) -> float:
-        """Microseconds of a product (m, n, k, whether gated) by a kernel of the list."""
+        """Microseconds of a product (m, n, k, gated) by a kernel of the list."""
         shape = (ctypes.c_int64 * 6)(*product, ACTIVATIONS["linear"], gpu.multiprocessors)
         return self._library.estimated(ctypes.byref(gpu), shape, kernel)
 
@@ -139,29 +139,29 @@ class Predictor:
         return self._library.beside_sm90(ctypes.byref(gpu), shape, ctypes.byref(microseconds)), microseconds.value
 
     def offered(self, gpu: Gpu, kernel: int) -> bool:
-        """True if the choice on a GPU is among others of a kernel of the list."""
+        """True if the choice on a GPU includes a kernel of the list."""
         return bool(self._library.offered(ctypes.byref(gpu), kernel))
 
     def flops_per_microsecond(self, gpu: Gpu) -> float:
-        """At most."""
+        """The GPU's peak."""
         return self._library.flops_per_microsecond(ctypes.byref(gpu))
 
     def constants(self, gpu: Gpu) -> list:
-        """The members of Tuning (cuda/sm80/plan/tuning.h) behind the capability, as they are for a GPU."""
+        """The present members of Tuning (cuda/sm80/plan/tuning.h) after the capability, for a GPU."""
         tiles = len(self.tiles())
         found = (ctypes.c_double * (tiles + 5))()
         self._library.constants(ctypes.byref(gpu), found)
         return [found[:tiles], *found[tiles:]]
 
     def tiles(self) -> list[tuple[int, int]]:
-        """The tiles that Tuning has shares of."""
+        """The tiles for which Tuning has shares."""
         found, tile = [], (ctypes.c_int * 2)()
         while self._library.tile(len(found), tile) == 0:
             found.append(tuple(tile))
         return found
 
     def kernels(self) -> list[Listed]:
-        """All of the list, in its order."""
+        """All kernels of the list, in its order."""
         found, described = [], (ctypes.c_int * 6)()
         while self._library.described(len(found), described) == 0:
             found.append(Listed(*described))

@@ -289,10 +289,10 @@ PyObject* post_normed(PyObject* given) {
 }
 
 PyObject* pre_normed(PyObject* given) {
-  // ctx, the gradient of the result and, with a residual, that of the sum with it
-  PyObject *const ctx = PyTuple_GetItem(given, 0), *const in = PyTuple_GetItem(given, 1);
-  if (PyTuple_Size(given) > 2 && PyTuple_GetItem(given, 2) != Py_None) return nullptr;
-  if (in == nullptr || !is_unseen(in) || !will_all_run(ctx)) return nullptr;
+  PyObject* of[2];  // ctx, the gradient of the result
+  if (!unpack(given, of)) return nullptr;
+  PyObject *const ctx = of[0], *const in = of[1];
+  if (!is_unseen(in) || !will_all_run(ctx)) return nullptr;
   NodeOfMlp mlp(ctx);
   if (!mlp.owns()) return nullptr;
   const Node node(ctx);
@@ -301,8 +301,7 @@ PyObject* pre_normed(PyObject* given) {
   OptionalTensor grad;
   if (!node || !norm.read(node, kOperands, how.get(), true) || !take_tensor(in, &grad)) return nullptr;
   if (!mlp.read(node)) return mlp.or_left(nullptr);
-  const bool of_residual = node.need(kResidual), of_x = of_residual || node.need(kX);
-  const bool of_weight = node.need(kNormWeight), of_bias = node.need(kNormBias);
+  const bool of_x = node.need(kX), of_weight = node.need(kNormWeight), of_bias = node.need(kNormBias);
   const bool of_normed = of_x || of_weight || of_bias;
   const int64_t needs = bits_of(node, kWeight, kSecondBias) | static_cast<int64_t>(of_normed);
   if (of_normed && !norm.x) return mlp.or_left(nullptr);
@@ -321,9 +320,7 @@ PyObject* pre_normed(PyObject* given) {
     const std::vector<Tensor> of = norm_backward(*normed, *norm.x, norm.weight, *norm.statistics,
                                                  of_x ? grad : std::nullopt, std::nullopt, 0.0, norm.code, bits);
     size_t next = 0;
-    if (node.need(kX)) found->emplace_back(kX, of[0]);
-    if (of_residual) found->emplace_back(kResidual, of[0]);
-    if (of_x) ++next;
+    if (of_x) found->emplace_back(kX, of[next++]);
     if (of_weight) found->emplace_back(kNormWeight, of[next++]);
     if (of_bias) found->emplace_back(kNormBias, of[next++]);
   }));

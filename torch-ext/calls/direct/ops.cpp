@@ -146,29 +146,20 @@ bool call(Result (*op)(Parameters...), PyObject* operands, PyObject** found) {
 }
 
 // x + mlp(norm(x)) and norm(residual + dropout(mlp(x))) as one call: the result, what the norm's op gives, and the
-// values of gate and, where there is one, up. With a residual, x of the first is that sum, which follows the result.
-// `keep` is none where the MLP is a single layer.
+// values of gate and, where there is one, up. `keep` is none where the MLP is a single layer.
 std::vector<Tensor> pre_normed_forward(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight,
                                        const OptionalTensor& second_weight, const OptionalTensor& bias,
                                        const OptionalTensor& up_bias, const OptionalTensor& second_bias,
-                                       const OptionalTensor& residual, const OptionalTensor& norm_weight,
-                                       const OptionalTensor& norm_bias, double eps, int64_t norm, int64_t activation,
-                                       bool keep, std::optional<bool> up_first) {
-  std::vector<Tensor> sums;
-  const auto [normed, statistics] = [&] {
-    if (!residual) return norm_forward(x, norm_weight, norm_bias, eps, norm, false);
-    const std::vector<Tensor> of_sum = sum_norm_forward(x, *residual, norm_weight, norm_bias, eps, norm, 0.0);
-    sums.push_back(of_sum[1]);
-    return std::tuple(of_sum[0], of_sum[2]);
-  }();
+                                       const OptionalTensor& norm_weight, const OptionalTensor& norm_bias, double eps,
+                                       int64_t norm, int64_t activation, bool keep, std::optional<bool> up_first) {
+  const auto [normed, statistics] = norm_forward(x, norm_weight, norm_bias, eps, norm, false);
   const auto [out, gate, up] = training_forward(normed, weight, up_weight, second_weight, bias, up_bias, second_bias,
                                                 activation, keep, up_first);
   AtenTensorHandle sum = nullptr;
-  TORCH_ERROR_CODE_CHECK(add_tensors((residual ? sums[0] : x).get(), out.get(), 1.0, &sum));
-  sums.insert(sums.begin(), Tensor(sum));
-  sums.insert(sums.end(), {normed, statistics, gate});
-  if (up_weight) sums.push_back(up);
-  return sums;
+  TORCH_ERROR_CODE_CHECK(add_tensors(x.get(), out.get(), 1.0, &sum));
+  std::vector<Tensor> found{Tensor(sum), normed, statistics, gate};
+  if (up_weight) found.push_back(up);
+  return found;
 }
 
 std::vector<Tensor> post_normed_forward(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight,

@@ -1,11 +1,10 @@
 """Blocks of an MLP as autograd follows them: one node, whose forward and backward call the ops of the parts.
 
-They are ``x + dropout(mlp(norm(x)))``, where x may be a sum that the node computes too, and ``norm(residual +
-dropout(mlp(x)))``, where a single linear layer may stand for the MLP, as at the end of an attention. A node costs the
-host about as much as an op does, and small models wait for the host. The gradient of the residual is added in the
-kernel of the norm's gradient, so that no other reads and writes both. The norm of x, an operand of gradients of the
-MLP, is kept as eager PyTorch keeps it: ``M D`` values that a kernel of ``4 M D`` bytes could make again. A gradient
-that is differentiated in its turn is composed.
+They are ``x + dropout(mlp(norm(x)))`` and ``norm(residual + dropout(mlp(x)))``, where a single linear layer may stand
+for the MLP, as at the end of an attention. A node costs the host about as much as an op does, and small models wait for
+the host. The gradient of the residual is added in the kernel of the norm's gradient, so that no other reads and writes
+both. The norm of x, an operand of gradients of the MLP, is kept as eager PyTorch keeps it: ``M D`` values that a kernel
+of ``4 M D`` bytes could make again. A gradient that is differentiated in its turn is composed.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ from torch import Tensor
 from ..backends import native, reference
 from . import attention, nodes, norms, training
 
-# The nodes take the seven operands of ``training_forward``; the residual, or None, for ``_PreNormed`` where x is the
-# sum already; weight and bias of the norm; and in a tuple, as torch looks long at each argument that is no tensor: eps
-# and code of the norm (torch-ext/ops/norm.h); the activation's code; ``up_first`` and ``keep`` of ``training_forward``,
-# None of a single layer; and the probability of a dropout, 0 for none. They are for calls that nothing traces or
-# watches.
+# The nodes take the seven operands of ``training_forward``; the residual, or None where that is x; weight and bias of
+# the norm; and in a tuple, as torch looks long at each argument that is no tensor: eps and code of the norm
+# (torch-ext/ops/norm.h); the activation's code; ``up_first`` and ``keep`` of ``training_forward``, None of a single
+# layer; and the probability of a dropout, 0 for none. They are for calls that nothing traces or watches.
 
 # Past torch's dispatcher, in one call; None where that has to see the ops (torch-ext/calls/direct/ops.h).
 _pre_normed_forward, _post_normed_forward = (
@@ -37,54 +35,36 @@ _native_dropout = torch._VF.native_dropout
 
 
 class _PreNormed(torch.autograd.Function):
-    """With a residual, x is the sum of the two, which is its second result: through that a gradient that is
-    differentiated finds both."""
-
     @staticmethod
-    def forward(ctx: Any, *block: Any) -> Any:
-        x, *layers, residual = block[:8]
+    def forward(ctx: Any, *block: Any) -> Tensor:
+        x, *layers = block[:7]
         norm_weight, norm_bias, (eps, code, activation, up_first, keep, dropout) = block[8:]
         norm, found, mask = (norm_weight, norm_bias, eps, code), None, None
         if dropout == 0.0:
-            found = _pre_normed_forward(x, *layers, residual, *norm, activation, keep, up_first)
+            found = _pre_normed_forward(x, *layers, *norm, activation, keep, up_first)
         if found is None:
-            if residual is None:
-                normed, statistics = norms._plain_forward(x, *norm, False)
-            else:
-                normed, x, statistics = norms._plain_sum_forward(x, residual, *norm, 0.0)
+            normed, statistics = norms._plain_forward(x, *norm, False)
             result, gate, up = training._plain_forward(normed, *layers, activation, keep, up_first)
             if dropout != 0.0:
                 result, mask = _native_dropout(result, dropout, True)
             result = x + result
-        elif residual is None:
-            result, normed, statistics, gate, up = (*found, None)[:5]
         else:
-            result, x, normed, statistics, gate, up = (*found, None)[:6]
+            result, normed, statistics, gate, up = (*found, None)[:5]
         needs = _of_mlp(ctx.needs_input_grad)
         more = x if needs[0] else None, norm_weight, norm_bias, statistics, mask
         how = activation, up_first, keep
         training.save(ctx, nodes.saved(needs, keep), (normed, *layers), (gate, up), needs, how, more)
         ctx.norm = eps, code, dropout
-        return result if residual is None else (result, x)
+        return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Optional[Tensor], sum_grad: Optional[Tensor] = None) -> Tuple[Optional[Tensor], ...]:
+    def backward(ctx: Any, grad: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
         if grad is None:
-            return (sum_grad, *(None,) * 6, sum_grad, *(None,) * 3)
-        found = _PreNormed._backward(ctx, grad)
-        if sum_grad is None:
-            return found
-        return tuple(
-            each + sum_grad if place in (0, 7) and each is not None else each for place, each in enumerate(found)
-        )
-
-    @staticmethod
-    def _backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+            return (None,) * 11
         saved, (eps, code, dropout), needs = ctx.saved_tensors, ctx.norm, ctx.needs_input_grad
         x, norm_weight, norm_bias, statistics, mask = saved[-5:]
         norm = norms.Given(x, norm_weight, norm_bias, eps, code, False)
         of_x, *of_layers = nodes.asked(ctx, grad, saved[:7])
-        is_x, of_x = of_x, of_x or needs[7]
         of_norm = of_x, needs[8], needs[9]
         is_seen = training.is_gradient_seen(grad)
         if is_seen and x is not None:
@@ -96,15 +76,14 @@ class _PreNormed(torch.autograd.Function):
         asked = (of_x or needs[8] or needs[9], *of_layers)
         of_normed, *of_layers = training.gradients(ctx, behind, saved, _of_mlp(needs), asked, is_seen)[:7]
         if of_normed is None:
-            of_x, of_norm = grad, (None, None)
-        else:
-            of_x, *of_norm = norms.gradients(norm, statistics, of_normed, grad, of_norm, is_seen)
-        return (of_x if is_x else None, *of_layers, of_x if needs[7] else None, *of_norm, None)
+            return (grad if of_x else None, *of_layers, *(None,) * 4)
+        of_x, *of_norm = norms.gradients(norm, statistics, of_normed, grad, of_norm, is_seen)
+        return (of_x, *of_layers, None, *of_norm, None)
 
 
 def _of_mlp(needs: Tuple[bool, ...]) -> nodes.Needs:
     """The operands of the MLP that need gradients, the norm of x among them."""
-    return (needs[0] or needs[7] or needs[8] or needs[9], *needs[1:7])
+    return (needs[0] or needs[8] or needs[9], *needs[1:7])
 
 
 class _PostNormed(torch.autograd.Function):

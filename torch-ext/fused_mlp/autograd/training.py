@@ -341,14 +341,29 @@ def _placed(
     return bits, itemgetter(*(place - 1 if need else -1 for need, place in zip(needs, places)), -1, -1, -1)
 
 
+class _Traced(torch.autograd.Function):
+    """The op as autograd records it. What traces this sees another one that computes the same, of which autograd knows
+    nothing: whenever a graph calls an op that autograd knows by Python, the host asks Python."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> Tuple[Tensor, ...]:
+        return native.graph_training_forward(*inputs)
+
+    setup_context = staticmethod(_setup_context)
+    backward = staticmethod(_gradients)
+
+
+def _record_traced(*inputs: Any) -> Tuple[Tensor, ...]:
+    return _Traced.apply(*inputs) if _is_grad_enabled() else _Traced.forward(*inputs)
+
+
 if native.DEVICE_TYPE is not None:
-    torch.library.register_autograd(
-        add_op_namespace_prefix("training_forward"), _gradients, setup_context=_setup_context
-    )
+    _autograd = torch.library.Library(add_op_namespace_prefix("").rstrip(":"), "FRAGMENT")
+    _autograd.impl("training_forward", _record_traced, "Autograd")
 
 
 class _Recorded(torch.autograd.Function):
-    """The implementation that is registered for the op, in a third of the time, for calls that nothing traces."""
+    """The same in a third of the time, for calls that nothing traces."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:

@@ -238,6 +238,7 @@ _RESULTS = {  # and the check of the operands
     "experts_training_forward": (_experts_training, None),
     "experts_training_backward": (_experts_gradients, None),
     "training_forward": (_training, None),
+    "graph_training_forward": (_training, None),
     "training_backward": (_gradients, None),
     "training_backward_": (_gradients, None),
     "quantized_decode": (lambda weight, layout, dtype: weight[0].new_empty(layout[:2], dtype=dtype), None),

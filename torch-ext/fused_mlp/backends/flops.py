@@ -112,6 +112,7 @@ _FORMULAS = {
     "residual_mlp": _of_two,
     "residual_gated_mlp": _of_three,
     "training_forward": _of_three,
+    "graph_training_forward": _of_three,
     "training_backward": _of_training_backward,
     "training_backward_": _of_training_backward,
     "projections_forward": _of_three,

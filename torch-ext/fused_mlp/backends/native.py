@@ -30,6 +30,7 @@ mm = ops.mm.default
 residual_mlp = ops.residual_mlp.default
 residual_gated_mlp = ops.residual_gated_mlp.default
 training_forward = ops.training_forward.default
+graph_training_forward = ops.graph_training_forward.default
 training_backward = ops.training_backward.default
 training_backward_ = ops.training_backward_.default
 norm_forward = ops.norm_forward.default

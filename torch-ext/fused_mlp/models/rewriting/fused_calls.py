@@ -7,12 +7,10 @@ from dataclasses import replace
 from types import FunctionType
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-from ..matching import sums
 from ..matching.matches import Act, AnyMatch, Match, Modulation, SplitMLP, Turns, Whole
 from ..matching.pattern import Pattern
 from ..matching.roles import Role
 from ..parts import forms
-from ..reading.names import assignment
 from ..running import blocks, plans, pointwise, sequences, shortcut, split_mlps
 from ..running.plans import Part
 from . import chunks
@@ -137,28 +135,12 @@ def made_call(name: str, *arguments: ast.expr, named: Tuple[ast.keyword, ...] = 
     return ast.Call(ast.Name(f"@{name}", ast.Load()), list(arguments), list(named))
 
 
-def take_in_sums(function: ast.FunctionDef, names: Names) -> None:
-    """Move the sum in front of a block that begins with a norm into the call of the block, so that under autograd the
-    block's node computes it. The original statements follow as the fallback.
-    """
-    for block, start, index in sums.in_front(function, {"@block", "@block of a module"}, names):
-        _, added = assignment(block[start])
-        (found,), (plan, owner, *_, operands) = block[index].targets, block[index].value.args
-        call = made_call("block of a sum", plan, owner, added.left, added.right, operands)
-        test = ast.Compare(ast.Name(found.id, ast.Load()), [ast.Is()], [ast.Constant(None)])
-        made = [ast.Assign([ast.Name(found.id, ast.Store())], call), ast.If(test, block[start : index + 2], [])]
-        for part in (part for each in made for part in ast.walk(each) if not hasattr(part, "lineno")):
-            ast.copy_location(part, block[start])
-        block[start : index + 2] = made
-
-
 # Functions that the calls use. Rewritten methods refer to them by names that no source can spell.
 
 
 _CALLS = {
     "block": shortcut.block,
     "block of a module": blocks.block,
-    "block of a sum": blocks.summed,
     "ending": shortcut.ending,
     "split mlp": split_mlps.split_mlp,
     "split mlp of children": split_mlps.split_mlp_of_children,

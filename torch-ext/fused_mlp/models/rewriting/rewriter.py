@@ -48,7 +48,7 @@ from ..reading.source import read_of, remembered, tree_of, values_of
 from ..running import forwards, sequences, shortcut, split_mlps
 from . import branches, chunks, substitution
 from .found import FoundMLP, act_of, around_of, mlp_behind, mlps_of
-from .fused_calls import NAMES, call_of, made_call, take_in_sums
+from .fused_calls import NAMES, call_of, made_call
 from .split_mlps import first_of, names_of, whole_of
 
 _MATCHES = "_fused_mlp_matches"  # the attribute of a rewritten function that holds its matches
@@ -365,7 +365,6 @@ def _rewritten(
     if found:
         source = copy.deepcopy(source)
         substitution.rewrite(source, role, is_known, replacement, otherwise=True)
-        take_in_sums(source, planned)
         substitution.rewrite_loops(source, role, replacement)
         computed = [match.match if isinstance(match, Block) else match for match, _ in calls]
         patterns = [match.pattern for match in computed if isinstance(match, Match)]

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Optional, Tuple
 
-import torch
 from torch import Tensor, nn
 
-from ... import dispatch
-from ...autograd import training
 from . import forwards, plans, sequences, shortcut, split_mlps
 
-_plain, _least_sum, _tracing_state = shortcut.plain, dispatch.LEAST_SUM.get, torch._C._get_tracing_state
+_plain = shortcut.plain
 _forward = nn.Sequential.forward
 _sequences = dict.fromkeys((_forward, *sequences.SEQUENTIAL.values()), split_mlps.Segment(_forward, None, None, None))
 
@@ -48,25 +45,6 @@ def block(
     norms = (norm for norm in (first, last) if norm is not None)
     given = (*projections, act, *between, *behind, *norms)
     return shortcut.block(of_parts, None, x, residual, factor, modulation, given)
-
-
-def summed(
-    plan: plans.Plan, owner: Optional[nn.Module], x: Tensor, residual: Tensor, operands: Tuple[Any, ...] = ()
-) -> Optional[Tensor]:
-    """The block of ``x + residual``, a norm, an MLP and a sum, as one node of autograd; None where it is none."""
-    if _plain is None or _tracing_state() is not None:  # which warns of sizes that are compared
-        return None
-    is_sum = type(x) is type(residual) is Tensor and x.numel() >= _least_sum(x.dtype, 0)
-    if not is_sum or x.shape != residual.shape or x.dtype is not residual.dtype or x.device != residual.device:
-        return None
-    if not shortcut.is_grad_enabled():
-        is_off = (owner is None or owner.training) and shortcut.is_as_recorded(owner, x, operands)
-        return training.as_recorded(lambda new: summed(plan, owner, new, residual, operands), x) if is_off else None
-    if not x.requires_grad:
-        return None
-    given = plan, owner, x, x, 1.0, None, operands
-    found = _plain.block(*given) if plan.module is None else _plain.block_of(split_mlps.wholes, *given)
-    return shortcut.of_operands(*found, residual) if type(found) is tuple and len(found) == 3 else None
 
 
 def _whole_sequence(module: nn.Sequential) -> Optional[sequences.Whole]:

@@ -333,10 +333,8 @@ def ending(plan: Plan, module: nn.Module, x: Tensor, residual: Tensor) -> Option
     return block(plan, module, x, residual, operands=(_NO_ACTIVATION,))
 
 
-def of_operands(
-    pattern: Pattern, operands: Tuple[Any, ...], dropout: Optional[float] = None, added: Optional[Tensor] = None
-) -> Optional[Tensor]:
-    """Run the block whose operands compiled code returned, on ``x + added`` if given; None if no op supports it.
+def of_operands(pattern: Pattern, operands: Tuple[Any, ...], dropout: Optional[float] = None) -> Optional[Tensor]:
+    """Run the block whose operands compiled code returned; None if no op supports it.
 
     ``dropout`` is given under autograd: the probability of active dropout after the MLP. The block is one node then.
     """
@@ -347,7 +345,7 @@ def of_operands(
     if is_of_sum:
         weight, bias, eps, code = last_weight, last_bias, last_eps, last_code
     else:
-        residual = added  # None means x
+        residual = None  # None means x
         if (weight is not None and weight.dim() != 1) or (bias is not None and bias.dim() != 1):
             return None
     if len(given) == 6:
@@ -370,10 +368,7 @@ def of_operands(
             return None
     try:
         given = (*layers, residual, weight, bias, (eps, code, activation, up_first, keep, dropout))
-        if is_of_sum:
-            return whole_blocks.post_normed(*given)[0]
-        found = whole_blocks.pre_normed(*given)
-        return found if added is None else found[0]
+        return whole_blocks.pre_normed(*given) if residual is None else whole_blocks.post_normed(*given)[0]
     except RuntimeError:  # eager reports what is wrong with the operands
         return None
 
