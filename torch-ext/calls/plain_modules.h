@@ -51,8 +51,8 @@ namespace fused_mlp {
 //   hold(conditions, module) -> bool
 //     True if the conditions of a module (models/experts/conditions.py) hold.
 //   mixture(records, module, x, shared) -> Tensor | str | None
-//     The result of the block of a mixture, its router and its experts, past torch's dispatcher. If a shared part has
-// to     be called first, its name; the next call passes its result. None if the block has no valid record
+//     The result of the block of a mixture, its router and its experts, past torch's dispatcher. If a shared part must
+//     be called first, its name; the next call passes its result. None if the block has no valid record
 //     (models/experts/blocks.py), or operands do not fit.
 //   split_mlp(firsts, seconds, owner, names, x, rest) -> Tensor | (Tensor, second segment, second module) | block's |
 //     None

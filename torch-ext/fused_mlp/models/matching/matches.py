@@ -130,8 +130,8 @@ class Block:
 
     The residual is a name or a sum of names. ``modulation`` applies to the first norm. ``behind`` are the operations
     before the sum, as ``between`` are those before the last projection, and may include a norm or a scale. The match's
-    own input is that of the first norm. ``wide``: the sum is ``(residual.float() + ...float() *
-    factor).type_as(residual)``.
+    own input is that of the first norm.
+    ``wide``: the sum is ``(residual.float() + ...float() * factor).type_as(residual)``.
     """
 
     match: Union[Match, Whole]
