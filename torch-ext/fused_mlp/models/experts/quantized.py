@@ -54,7 +54,7 @@ def digest_of(kind: type) -> Optional[str]:
 
 def _codes(kind: type) -> Iterator[Optional[CodeType]]:
     home, forward = sys.modules[MODULE], kind.forward
-    while inside(forward) is not None:  # a decorator on every instance
+    while inside(forward) is not None:  # one decorator per module that was made
         forward = inside(forward)
     yield getattr(forward, "__code__", None)
     yield from codes_of(kind, _METHODS)

@@ -114,8 +114,7 @@ def _chain(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _read(module: nn.Module, proof: Any = None) -> Union[str, Wrapped]:
-    """Return the current adapters of a wrapper and those inside it; or a noun phrase for why the wrappers must be
-    called.
+    """Return the current adapters of a wrapper and those inside it; or a noun phrase for why they must be called.
 
     ``proof`` is the known computation of the experts; None to look it up.
     """

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .values import Node, NotProved
 
-# Each has its own name in torch, in F or as a method, and its parameters. A method's first parameter is the tensor.
+# Their names in torch, in F or as methods, with their parameters. The first parameter of a method is the tensor itself.
 _SIGNATURES = """
     abs(input) add(input, other, alpha=1) amax(input, dim, keepdim=False) bfloat16(input) bmm(input, mat2) bool(input)
     cat(tensors, dim=0) celu(input, alpha=1.0, inplace=False) chunk(input, chunks, dim=0)

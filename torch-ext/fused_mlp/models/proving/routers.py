@@ -14,7 +14,7 @@ _WEIGHT, _BIAS = Node("parameter", (("weight",),)), Node("parameter", ((BIAS,),)
 
 class Softmax(NamedTuple):
     """Top-k of a softmax. Holds the names of the attributes with the numbers of features and of chosen experts, and
-    whether the chosen weights are normalised to sum to one and are cast to the dtype of the logits."""
+    whether the chosen weights are normalised to sum to one, and whether they are cast to the dtype of the logits."""
 
     width: str
     top_k: str

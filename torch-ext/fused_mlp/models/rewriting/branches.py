@@ -83,7 +83,7 @@ def conditions_of(function: ast.FunctionDef, node: ast.expr, role: RoleOf) -> Tu
 
 
 def unmet(conditions: Tuple[Condition, ...], function: FunctionType, module: Any) -> Optional[str]:
-    """Return the source of a condition that currently keeps a method out of a branch; None if no such is known."""
+    """Return the source of a condition that currently keeps a method out of a branch; None if none is known."""
     for test, wanted in conditions:
         found = _value(test, function, module)
         if found not in (None, wanted):

@@ -20,7 +20,7 @@ _known: Set[Callable[..., Any]] = set()  # functions seen to only call the metho
 
 
 def in_one(fused: FunctionType, apply: Callable[..., Any], method: Any, size: Any, dim: Any, *inputs: Any) -> Any:
-    """Compute ``apply(method, size, dim, *inputs)``; ``fused`` is the function of ``method`` as rewritten."""
+    """Compute ``apply(method, size, dim, *inputs)``; ``fused`` is the function that ``method`` had at the rewrite."""
     is_one = type(size) is int and size == 0
     if is_one and type(method) is MethodType and method.__func__ is fused and _is_known(apply):
         return method(*inputs)
