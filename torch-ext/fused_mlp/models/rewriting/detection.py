@@ -34,7 +34,7 @@ def has_parts_of_mlp(module: nn.Module) -> bool:
 
 
 def has_two_projections(module: nn.Module) -> bool:
-    """True if a module has two projections; poolers, time-step embeddings and modulations have only one."""
+    """True if a module has at least two projections; poolers, time-step embeddings and modulations have only one."""
     parts = list(children_of(module).values())
     parts += [part for each in parts if type(each) is nn.ModuleList for part in children_of(each).values()]
     return sum(rewriter.role_of(part) == Role.PROJECTION for part in parts) > 1

@@ -69,7 +69,7 @@ class _Parts:
         return {
             "pattern": replace(match.pattern, memory=memory),
             "projections": self.all_of(match.projections),
-            "act": self.of(expression_of(match.act), match.act.role != Role.BOUND),  # a method has no name to look up
+            "act": self.of(expression_of(match.act), match.act.role != Role.BOUND),  # look-ups by name find no method
             "between": self.all_of(match.between),
         }
 

@@ -55,7 +55,7 @@ _MATCHES = "_fused_mlp_matches"  # the attribute of a rewritten function that ho
 _BRANCHES = "_fused_mlp_branches"  # the attribute with a tuple of conditions per match and branch
 _MEMORY = "_fused_mlp_memory"  # the attribute with the values that training keeps
 TRACED = CellType(traced)
-_made: Set[FunctionType] = set()  # needed because functools.wraps copies the attributes of a rewritten function
+_made: Set[FunctionType] = set()  # attributes cannot mark a rewritten function: functools.wraps copies them
 
 
 def fused_methods(module: nn.Module, memory: str = "activations") -> Tuple[Dict[str, FunctionType], List[Any]]:
@@ -238,7 +238,7 @@ def _role_of_module(part: nn.Module) -> str:
 
 def _role_of_layer(part: nn.Module) -> str:
     """Return the role of a layer, which may be one module of a split MLP: by its forward, if it has a projection."""
-    forward = forward_of(part)  # None if TorchScript compiled it
+    forward = forward_of(part)  # not a function if TorchScript compiled it
     if not isinstance(forward, FunctionType):
         return Role.LAYER
     if blocks.is_whole(part):
