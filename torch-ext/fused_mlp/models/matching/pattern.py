@@ -13,7 +13,7 @@ class Pattern:
     gate and up are the halves of one projection's output. ``pointwise``: it contains no projection.
 
     ``up_first``: up is the first half if they are packed, or the first factor if there is no projection. ``up_left``:
-    up is the left factor of the product, which decides the product's memory layout if the two layouts differ.
+    up is the left factor of the product, which decides the product's memory layout if those of gate and up differ.
     ``up_before``: up is computed before gate. ``memory``: the values that training keeps.
 
     ``op`` is the name of the op that computes it, if one does; ``first_half`` is the pattern without the last
