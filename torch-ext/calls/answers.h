@@ -4,23 +4,23 @@
 
 #include "../operands/owned.h"
 
-// Questions to Python's objects, for compiled code that asks many.
+// Checks on Python objects, for compiled code that runs many of them.
 namespace fused_mlp {
 
 inline PyObject* class_of(PyObject* object) { return reinterpret_cast<PyObject*>(Py_TYPE(object)); }
 
-// The answers: an error of Python's is a third one, and stays set.
+// Results of checks. An error set in Python is the third one, and stays set.
 enum Answer { kError = -1, kNo = 0, kYes = 1 };
 
 inline Answer answer(bool yes) { return yes ? kYes : kNo; }
 
-// Both the values of a dictionary that holds `key`, borrowed, and nullptr without an error where it does not.
+// Returns the value of `key` in a dictionary, borrowed; nullptr without an error if it is missing.
 inline PyObject* item(PyObject* dictionary, PyObject* key) { return PyDict_GetItemWithError(dictionary, key); }
 
-// A dictionary is that of a function's global names.
+// A dictionary owner holds a function's global names.
 inline Answer has_attribute(PyObject* owner, PyObject* name, PyObject* value) {
   const bool names = PyDict_Check(owner);
-  if (names || PyModule_Check(owner)) {  // a module's dictionary has all that was set, and is asked without its class
+  if (names || PyModule_Check(owner)) {  // a module's dictionary has all that was set; its class is not needed
     PyObject* const held = item(names ? owner : PyModule_GetDict(owner), name);
     if (held != nullptr || names || PyErr_Occurred()) return PyErr_Occurred() ? kError : answer(held == value);
   }
@@ -28,7 +28,7 @@ inline Answer has_attribute(PyObject* owner, PyObject* name, PyObject* value) {
   return found ? answer(found.get() == value) : kError;
 }
 
-// Each is an owner, a name and a value, or a dictionary and a name that it must not have.
+// Each is (owner, name, value), or (dictionary, name) for a name that must be missing.
 inline Answer are_unchanged(PyObject* attributes) {
   const Py_ssize_t count = PyTuple_Size(attributes);
   if (count < 0) return kError;
@@ -59,8 +59,8 @@ inline Answer attribute_is_true(PyObject* owner, PyObject* name) {
 
 inline Answer said_by(PyObject* function) { return truth(Owned(PyObject_CallObject(function, nullptr)).get()); }
 
-// True if no error is set but such as says that something cannot be asked or computed here; that is forgotten then. The
-// usual way says what is wrong, or computes it.
+// True if no error is set except one that means that something cannot be checked or computed here; it is cleared. The
+// normal path reports what is wrong, or computes it.
 inline bool is_answer() {
   PyObject* const meant[] = {PyExc_AttributeError, PyExc_BufferError, PyExc_IndexError, PyExc_RuntimeError,
                              PyExc_TypeError};
@@ -70,7 +70,7 @@ inline bool is_answer() {
   return PyErr_Occurred() == nullptr;
 }
 
-// Runs a function of C++; where it throws, sets an error of Python's and returns false.
+// Runs a C++ function. If it throws, sets a Python error and returns false.
 template <typename Function>
 bool succeeds(const Function& function) {
   try {
@@ -82,7 +82,7 @@ bool succeeds(const Function& function) {
   }
 }
 
-// Gives up the interpreter's lock, as torch does for its ops.
+// Releases the interpreter's lock, as torch does for its ops.
 class Unlocked {
  public:
   Unlocked() : state_(PyEval_SaveThread()) {}
@@ -94,10 +94,10 @@ class Unlocked {
   PyThreadState* state_;
 };
 
-// Functions that Python calls, of an argument or a tuple of them. A function returns by one of these two alone: an
-// error that is set wins over what it would return.
+// Functions that Python calls with an argument or a tuple of them. They return only through these two: an error that is
+// set overrides the returned value.
 
-// None stands for what is not known, or cannot be asked.
+// None means unknown, or that the check cannot run.
 template <PyObject* (*kFind)(PyObject*)>
 PyObject* answered(PyObject*, PyObject* given) {
   Owned found(kFind(given));

@@ -10,8 +10,8 @@
 namespace fused_mlp {
 namespace {
 
-// True if the forward that a module itself holds is that of its class, bound to it, as `kernels.kernelize` leaves one
-// in each module for which it finds no kernel; or where `kernels`, that of a kernel which is known to compute the same.
+// True if the forward that a module itself holds is that of its class, bound to it, as `kernels.kernelize` leaves it in
+// modules for which it finds no kernel; or, if `kernels`, a kernel's that is known to compute the same.
 Answer is_own_forward(PyObject* own, PyObject* module, bool kernels) {
   const Owned held(bound_function(own, module));
   if (!held) return PyErr_Occurred() ? kError : kNo;
@@ -25,13 +25,13 @@ Answer is_own_forward(PyObject* own, PyObject* module, bool kernels) {
   return PyErr_Occurred() ? kError : answer(known);
 }
 
-// Puts the weight and the bias of a plain module, whose class has both, or no bias, into a tuple. Where it `may_lack` a
-// weight, None stands for that.
+// Puts the weight and the bias of a plain module, whose class has both, or no bias, into a tuple. If it `may_lack` a
+// weight, None replaces a missing one.
 Answer read_parameters(PyObject* state, PyObject* weight_name, bool biased, PyObject* operands, Py_ssize_t weight_place,
                        Py_ssize_t bias_place, bool may_lack = false) {
   PyObject* parameters = item(state, names().parameters);
   if (parameters == nullptr || !PyDict_Check(parameters)) return PyErr_Occurred() ? kError : kNo;
-  for (PyObject* name : {weight_name, names().bias}) {  // Python finds what the module itself holds before parameters
+  for (PyObject* name : {weight_name, names().bias}) {  // the module's own __dict__ precedes its parameters
     const bool hidden = (biased || name == weight_name) && item(state, name) != nullptr;
     if (hidden || PyErr_Occurred()) return PyErr_Occurred() ? kError : kNo;
   }
@@ -46,8 +46,8 @@ Answer read_parameters(PyObject* state, PyObject* weight_name, bool biased, PyOb
   return there == kYes ? put(operands, bias_place, bias) : there;
 }
 
-// The dictionaries of a class and its bases, up to nn.Module, in which an attribute hides a child of its name: live
-// views, that cost something to make and nothing to ask for their size.
+// Returns the dictionaries of a class and its bases, up to nn.Module, in which an attribute hides a child of its name.
+// They are live views: creating them takes time, reading their size does not.
 PyObject* dictionaries_of(PyObject* order) {
   Py_ssize_t count = 0;
   while (count < PyTuple_Size(order) && PyTuple_GetItem(order, count) != settings.module) ++count;
@@ -59,7 +59,7 @@ PyObject* dictionaries_of(PyObject* order) {
   return found.release();
 }
 
-// True if none of these dictionaries has one of these names.
+// True if none of these dictionaries has any of these names.
 Answer have_none(PyObject* dictionaries, Objects names) {
   for (Py_ssize_t i = 0, count = PyTuple_Size(dictionaries); i < count; ++i) {
     for (PyObject* name : names) {
@@ -70,12 +70,12 @@ Answer have_none(PyObject* dictionaries, Objects names) {
   return kYes;
 }
 
-// True if a class has none of these attributes, which would hide children of the same names, and looks for attributes
-// as nn.Module does. To ask for one that is missing costs an exception, so that is asked once, and from then on the
+// True if a class has none of these attributes, which would hide children of the same names, and its attribute look-up
+// is nn.Module's. Looking up a missing attribute costs an exception, so this is done once; later calls check the
 // dictionaries of the class and its bases.
 Answer hides_none(PyObject* kind, PyObject* wanted) {
   struct Known {
-    PyObject *order, *dictionaries;  // and with the former the class, which lives as long as the process
+    PyObject *order, *dictionaries;  // the former also keeps the class, which lives as long as the process
   };
   static std::map<std::pair<PyObject*, PyObject*>, Known> known;
   const Owned order(PyObject_GetAttr(kind, names().order));
@@ -83,7 +83,7 @@ Answer hides_none(PyObject* kind, PyObject* wanted) {
   Few asked;
   for (Py_ssize_t i = 0, size = PyTuple_Size(wanted); i < size; ++i) {
     PyObject* const name = PyTuple_GetItem(wanted, i);
-    if (PyUnicode_Check(name) && !asked.add(name)) return kNo;  // what is no name is a part itself, and no child
+    if (PyUnicode_Check(name) && !asked.add(name)) return kNo;  // other objects are parts themselves, not children
   }
   const auto found = known.find({kind, wanted});
   if (found != known.end() && found->second.order == order.get()) {
@@ -109,8 +109,8 @@ Answer hides_none(PyObject* kind, PyObject* wanted) {
   return kYes;
 }
 
-// True if hidden values come out as they go in: of dropout that is not training, or has a probability of 0, of an
-// nn.Identity, and of a cast, whose dtypes fused() looks at.
+// True if a part returns the hidden values unchanged: dropout that is inactive or has probability 0, nn.Identity, and
+// a cast, whose dtypes fused() checks.
 Answer passes(PyObject* part, bool recording) {
   if (PyFloat_Check(part)) return answer(PyFloat_AsDouble(part) == 0.0);
   if (is_cast(part)) return kYes;
@@ -129,7 +129,7 @@ Answer passes(PyObject* part, bool recording) {
   return is_bare(part, state, recording);
 }
 
-// The probability of a dropout that trains, if it is neither 0 nor 1 and nothing but torch's forward runs: borrowed.
+// Returns the probability of an active dropout, borrowed, if it is neither 0 nor 1 and only torch's forward runs.
 PyObject* active_dropout(PyObject* part, bool recording) {
   PyObject* const state = state_of(part);
   PyObject* const p = state == nullptr ? nullptr : item(state, names().probability);
@@ -145,8 +145,8 @@ int64_t size_by_method(PyObject* tensor, PyObject* dimension) {
   return size ? PyLong_AsSsize_t(size.get()) : -1;
 }
 
-// True if a norm that knows the shape of what it norms, as torch's do, norms so many features, and has as many weights
-// and biases, if any.
+// True if a norm that holds its normalised shape, as torch's do, has this many features, and as many weights and
+// biases, if any.
 Answer norms_last_dimension(PyObject* state, Py_ssize_t features, PyObject* weight, PyObject* bias) {
   PyObject* normalized = item(state, names().normalized);
   if (normalized == nullptr || !PyTuple_Check(normalized)) return PyErr_Occurred() ? kError : kNo;
@@ -419,7 +419,7 @@ Answer Owner::open(PyObject* module, PyObject* state, PyObject* names) {
 PyObject* Owner::part(PyObject* given) const {
   if (operands_ != nullptr && PyLong_Check(given)) return PyTuple_GetItem(operands_, PyLong_AsSsize_t(given));
   if (modules_ == nullptr || !PyUnicode_Check(given)) return given;
-  PyObject* found = item(state_, given);  // a function, say, which Python finds before any child
+  PyObject* found = item(state_, given);  // for example a function, which precedes children in Python's look-up
   if (found == nullptr && !PyErr_Occurred()) found = item(modules_, given);
   return found != Py_None ? found : nullptr;
 }

@@ -5,15 +5,15 @@
 #include "answers.h"
 #include "quantized/packed_layer.h"
 
-// The parts of an MLP as modules have them: whether each is plain, and what it holds.
+// The parts of an MLP as their modules hold them: whether each is plain, and its operands.
 namespace fused_mlp {
 
 using Objects = std::span<PyObject* const>;
 
-// A few borrowed objects in a row, which cost less than a tuple of them.
+// A few borrowed objects in sequence, cheaper than a tuple.
 class Few {
  public:
-  // False where there are more than any MLP has.
+  // False if there are more than any MLP has.
   bool add(PyObject* object) {
     const bool fits = count_ < kMost;
     if (fits) at_[count_++] = object;
@@ -27,94 +27,91 @@ class Few {
   size_t count_ = 0;
 };
 
-// True if a dictionary holds these: `pairs` are a name and a value, or a name alone where there must be none.
+// True if a dictionary holds `pairs`: (name, value), or (name,) for a name that must be missing.
 Answer are_items(PyObject* dictionary, PyObject* pairs);
 
-// True if guards (models/parts/guards.py) hold for a module of this class with this __dict__; both are nullptr where
-// the guards are of attributes alone.
+// True if guards (models/parts/guards.py) hold for a module with this class and __dict__. Both are nullptr if the
+// guards concern only attributes.
 Answer hold(PyObject* guards, PyObject* kind, PyObject* state);
 
-// True if calling a module, which has this __dict__, runs the forward of its class, or where `kernels` that of a kernel
-// in its place, and nothing else. Where autograd does not record, torch calls hooks of a backward for nothing: they are
-// not asked for.
+// True if calling a module with this __dict__ runs only the forward of its class, or, if `kernels`, a kernel's in its
+// place. Without autograd recording, backward hooks are not checked, since torch then calls them to no effect.
 Answer is_bare(PyObject* module, PyObject* state, bool recording, bool kernels = false);
 
-// True if a module with this __dict__ has hooks, or a call of its own.
+// True if a module with this __dict__ has hooks, or code that replaces its call.
 Answer has_hooks(PyObject* state, bool recording);
 
-// The function of a method that is bound to a module: a new reference; nullptr, which is no error in itself, for
-// anything else.
+// Returns the function of a method that is bound to a module, as a new reference; nullptr for anything else, without
+// necessarily an error.
 PyObject* bound_function(PyObject* method, PyObject* module);
 
-// The __dict__ of a module: borrowed, as the module holds it. Modules have a __getattr__, without which this is
-// shorter.
+// Returns the __dict__ of a module, borrowed from the module. Modules have a __getattr__, and this path avoids it.
 PyObject* state_of(PyObject* module);
 
-// The sizes of a tensor's first and last dimensions; negative where an error of Python's is set, as of a tensor without
-// dimensions: where it is traced, these are no numbers.
+// Return the size of a tensor's first or last dimension; negative if a Python error is set, as for a tensor without
+// dimensions. Under tracing the sizes are not numbers.
 int64_t size_of_first(PyObject* tensor);
 int64_t size_of_last(PyObject* tensor);
 
-// Sets an item of a new tuple to an object, which is borrowed.
+// Sets an item of a new tuple to a borrowed object.
 inline Answer put(PyObject* tuple, Py_ssize_t place, PyObject* object) {
   Py_INCREF(object);
   return PyTuple_SetItem(tuple, place, object) == 0 ? kYes : kError;
 }
 
-// The weight that a linear layer holds: borrowed; nullptr, which is no error in itself, where the class of the layer is
-// not known, or holds it otherwise. Guards and hooks are not asked.
+// Returns the weight that a linear layer holds, borrowed; nullptr, without necessarily an error, if the layer's class
+// is unknown or holds it elsewhere. Guards and hooks are not checked.
 PyObject* held_weight(PyObject* layer);
 
 // Puts the weight of a plain linear layer, as [out, in], and its bias into a tuple.
 Answer read_linear(PyObject* layer, bool recording, PyObject* operands, Py_ssize_t weight_place, Py_ssize_t bias_place);
 
-// The operands of a layer's adapter in a tuple: from a place on these, of which biases are None, and where there is no
-// adapter a and b too.
+// Places of an adapter's operands in a tuple, from an offset on. The biases are None, and without an adapter a and b
+// are None too.
 enum AdapterPlace : Py_ssize_t { kA, kBiasOfA, kB, kBiasOfB, kScaling, kDropout, kAdapterPlaces };
 
-// The same of a layer that may have an adapter of PEFT's LoRA, in the common case: none, one that is active, or those
-// that are merged into the weight. `*drops` becomes true where a dropout in front of an adapter is active; the answer
-// is kNo then, if the ops of this build take none. A quantised weight, of a product of this dtype, is added to the
-// others of the call.
+// Like read_linear(), for a layer that may have PEFT LoRA adapters, in the common cases: none, one active, or all
+// merged into the weight. Sets `*drops` if a dropout before an adapter is active; the answer is then kNo if the ops of
+// this build do not support that. A quantised weight whose product has this dtype is appended to `quantised`.
 Answer read_adapted(PyObject* layer, bool recording, PyObject* dtype, PyObject* operands, Py_ssize_t weight_place,
                     Py_ssize_t bias_place, PyObject* adapters, Py_ssize_t place, bool* drops, PackedWeights* quantised);
 
-// Casts to the dtype of the weight behind them are functions; all other parts are modules or numbers.
+// Casts to the dtype of the following weight are functions; all other parts are modules or numbers.
 bool is_cast(PyObject* part);
 
-// True if hidden values come out of all these as they go in: of dropout that is not training, or has a probability of
-// 0, of an nn.Identity, and of a cast, whose dtypes fused() looks at.
+// True if these parts return the hidden values unchanged: dropout that is inactive or has probability 0, nn.Identity,
+// and casts, whose dtypes fused() checks.
 Answer all_pass(Objects parts, bool recording);
 
-// The entry of a plain activation among those known: the tuple, borrowed; nullptr without an error where it
-// is not.
+// Returns the entry of a plain activation in the table of known ones, a borrowed tuple; nullptr without an error if
+// there is none.
 PyObject* known_activation(PyObject* act, bool recording);
 
-// Puts weight, bias, eps and code of a plain norm of so many features into a tuple, in this order. That the weight of
-// one that is not torch's has as many the op itself asks. Its class is known by a tuple: (guards, code,
-// name of eps or None, whether it is one of torch's, whether it has a bias, name of the weight, whether what is normed
-// is rounded before the weight, whether that may be of float32 where x is not).
+// Puts weight, bias, eps and code of a plain norm of this many features into a tuple, in this order. For norms other
+// than torch's, the op itself checks the size of the weight. A known class has a tuple: (guards, code, name of eps or
+// None, whether it is torch's, whether it has a bias, name of the weight, whether the normalised values are rounded
+// before the weight, whether the weight may be float32 if x is not).
 Answer read_norm(PyObject* norm, Py_ssize_t features, PyObject* dtype, bool recording, PyObject* operands,
                  Py_ssize_t place);
 
-// The same of one that is being called: hooks are not asked for.
+// Like read_norm(), for a norm that is being called: hooks are not checked.
 Answer read_running_norm(PyObject* norm, Py_ssize_t features, PyObject* dtype, PyObject* operands, Py_ssize_t place);
 
-// The norm or scale that is behind an MLP, None where there is none: borrowed; nullptr, which is no error in itself,
-// where another part does not pass values on. A single dropout that is active, of a probability below 1, is let
-// through where there is no norm: `*dropped` is that probability then, borrowed.
+// Returns the norm or scale after an MLP, None if there is none, borrowed; nullptr, without necessarily an error, if
+// another part changes the values. Without a norm, one active dropout with a probability below 1 is allowed: `*dropped`
+// is then its probability, borrowed.
 PyObject* norm_behind(Objects parts, bool recording, PyObject** dropped);
 
-// A module, whose children and own attributes are found by their names, as Python finds them, and the operands of a
-// call, which are found by their indices.
+// A module, whose children and own attributes are found by name, in Python's order, and the operands of a call, found
+// by index.
 class Owner {
  public:
   Answer open(PyObject* module, PyObject* state, PyObject* names);
   void give(PyObject* operands) { operands_ = operands; }
-  // Borrowed; nullptr where a name stands for None or nothing. What is no name and no index stands for itself.
+  // Borrowed; nullptr if a name refers to None or nothing. Anything but a name or index is returned as it is.
   PyObject* part(PyObject* given) const;
   bool is_in_eval() const;
-  // False where one stands for None or nothing, or there are more than any MLP has.
+  // False if one refers to None or nothing, or there are more than any MLP has.
   bool add_all(PyObject* given, Few* found) const;
 
  private:
@@ -123,7 +120,7 @@ class Owner {
   PyObject* operands_ = nullptr;
 };
 
-// The children of a module under these names.
+// Reads the children of a module with these names.
 Answer read_children(PyObject* module, PyObject* state, PyObject* names, Few* found);
 
 }  // namespace fused_mlp

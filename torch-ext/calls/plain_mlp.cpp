@@ -16,7 +16,7 @@
 namespace fused_mlp {
 namespace {
 
-// True if the ops run on x's GPU. Where they run on all, none is asked for again.
+// True if the ops do not run on x's GPU. Once they are known to run on every GPU, this is no longer checked.
 Answer is_refused(PyObject* x) {
   static Answer on_every_gpu = kNo;
   if (settings.refusal == Py_None || on_every_gpu == kYes) return kNo;
@@ -28,7 +28,7 @@ Answer is_refused(PyObject* x) {
   return refused ? answer(refused.get() != Py_None) : kError;
 }
 
-// The sizes of a tensor, up to some dimensions: what has more has none here.
+// The sizes of a tensor, up to a number of dimensions; tensors with more have no sizes here.
 struct Sizes {
   int64_t of[8];
   Py_ssize_t dims = 0;
@@ -42,8 +42,8 @@ struct Sizes {
   }
 };
 
-// True if a factor or a term has the features of rows of a tensor as the ops take them: of its dtype, or where `wide`
-// of float32.
+// True if a factor or a term has the features of a tensor's rows in the layout that the ops support, and its dtype, or
+// if `wide` float32.
 Answer are_features_of(PyObject* given, PyObject* tensor, PyObject* dtype, bool wide) {
   if (!is_tensor(given)) return kNo;
   const Sizes sizes(given), rows(tensor);
@@ -53,7 +53,7 @@ Answer are_features_of(PyObject* given, PyObject* tensor, PyObject* dtype, bool 
   return fit && wide && alike == kNo ? has_attribute(given, names().dtype, settings.float32) : alike;
 }
 
-// Puts what modulates a norm of x into the places of the weight and the bias that it has not got.
+// Puts the modulation of a norm of x into the places of the weight and the bias that the norm lacks.
 Answer modulate(PyObject* modulation, bool wide, PyObject* x, PyObject* dtype, PyObject* operands, Py_ssize_t place) {
   for (Py_ssize_t i = 0; i < 2; ++i) {
     PyObject* const given = PyTuple_GetItem(modulation, i);
@@ -67,8 +67,8 @@ Answer modulate(PyObject* modulation, bool wide, PyObject* x, PyObject* dtype, P
   return put(operands, place + 3, kind == NormKind::kLayer ? names().layer_of_one_more : names().rms_of_one_more);
 }
 
-// Puts what is around an MLP with so many features into a tuple, as the op has it from a place on; the probability of
-// an active dropout behind it into `dropped`.
+// Puts the block around an MLP with this many features into a tuple from a place on, in the order of the op, and the
+// probability of an active dropout after the MLP into `dropped`.
 Answer read_block(const Block& block, int64_t features, PyObject* dtype, bool recording, PyObject* operands,
                   Py_ssize_t place, PyObject** dropped) {
   if (class_of(block.residual) != settings.tensor) return kNo;
@@ -100,13 +100,13 @@ Answer read_block(const Block& block, int64_t features, PyObject* dtype, bool re
     }
   }
   if (read != kYes || last == Py_None) return read;
-  if (features < 0) features = size_of_first(PyTuple_GetItem(operands, place / 2 - 1));  // those of the last weight
+  if (features < 0) features = size_of_first(PyTuple_GetItem(operands, place / 2 - 1));  // of the last weight
   if (features < 0) return kError;
   return read_norm(last, features, dtype, recording, operands, place + 6);
 }
 
-// True if an MLP does too little for an op that autograd records, or its block does, by the sizes of x and of its first
-// weight. One whose pattern is to save memory never does, and of one whose weight is not known that is not known.
+// True if an MLP or its block is too small for an op that autograd records, by the sizes of x and of its first weight.
+// False for a pattern that saves memory, and if the weight is unknown.
 Answer is_little(const Mlp& mlp, PyObject* weight, PyObject* code, PyObject* dtype, const Block* block) {
   const bool norms_sum = block != nullptr && block->last != Py_None;
   PyObject* const least_sum = norms_sum ? item(settings.least_sum, dtype) : nullptr;
@@ -135,14 +135,14 @@ Answer is_little(const Mlp& mlp, PyObject* weight, PyObject* code, PyObject* dty
   return is_little_work(gated == kYes, mlp.in_eval, elements * (of_weight / in) * times);
 }
 
-// True if autograd is known to follow what is computed of x and a weight.
+// True if autograd certainly records the product of x and a weight.
 Answer is_plainly_followed(PyObject* x, PyObject* weight) {
   const Answer followed = attribute_is_true(x, names().requires_grad);
   return followed != kNo || weight == nullptr ? followed : attribute_is_true(weight, names().requires_grad);
 }
 
-// True if a block that autograd follows is one that Python records: the norm of x, the MLP and the sum with x, or the
-// norm of a sum with the result of an MLP or a layer.
+// True if a block is one that Python records under autograd: x + mlp(norm(x)), or the norm of a sum with the result of
+// an MLP or a layer.
 Answer is_recorded_block(const Block& block, const Mlp& mlp, PyObject* operands, Py_ssize_t place) {
   PyObject *const factor = PyTuple_GetItem(operands, place + 1), *const last = PyTuple_GetItem(operands, place + 9);
   if (block.modulation != Py_None || PyFloat_AsDouble(factor) != 1.0) return kNo;
@@ -152,8 +152,8 @@ Answer is_recorded_block(const Block& block, const Mlp& mlp, PyObject* operands,
   return PyErr_Occurred() ? kError : answer(norms_sum || mlp.projections.size() > 1);
 }
 
-// Computes what autograd follows by its parts, where these take less time than the op and what records it; nullptr
-// without an error where they do not.
+// Computes an operation under autograd by its parts, if these are faster than the recorded op; nullptr without an error
+// if they are not.
 PyObject* faster_parts(PyObject* pattern, bool packed, PyObject* dtype, PyObject* operands) {
   const Owned memory(PyObject_GetAttr(pattern, names().memory));
   const Owned named(memory ? PyObject_GetAttr(pattern, names().op) : nullptr);
@@ -175,7 +175,7 @@ PyObject* faster_parts(PyObject* pattern, bool packed, PyObject* dtype, PyObject
   return PyObject_CallObject(parts, operands);
 }
 
-// The result of the op past torch's dispatcher; nullptr without an error where it has to be called.
+// Returns the op's result from a call past torch's dispatcher; nullptr without an error if the op has to be called.
 PyObject* called_directly(PyObject* pattern, bool packed, Py_ssize_t layers, bool block, PyObject* operands,
                           const PackedWeight* quantised) {
   const Answer gated = attribute_is_true(pattern, names().gated);
@@ -185,10 +185,10 @@ PyObject* called_directly(PyObject* pattern, bool packed, Py_ssize_t layers, boo
   return call_directly({layers, gated == kYes, packed, up_first == kYes, block, quantised}, operands);
 }
 
-// True if the code of an activation is that of none: the op of a block with a single layer applies none.
+// True if the code of an activation means none: the op of a block with a single layer applies none.
 bool is_linear(PyObject* code) { return PyLong_AsSsize_t(code) == static_cast<Py_ssize_t>(Activation::kLinear); }
 
-// The operands of a block's op, which has None for the first layer where there is a single one.
+// Returns the operands of a block's op, which has None for the first layer if there is a single one.
 PyObject* operands_of_op(Py_ssize_t layers, PyObject* operands) {
   if (layers > 1) {
     Py_INCREF(operands);
@@ -204,9 +204,8 @@ PyObject* operands_of_op(Py_ssize_t layers, PyObject* operands) {
   return given.release();
 }
 
-// The result of layers of one dtype some of which have adapters, of it or of float32; nullptr without an error where
-// they are of others.
-// `offsets` are those of quantised weights, None of others.
+// Returns the result of layers of one dtype, some of which have adapters of that dtype or float32; nullptr without an
+// error for other dtypes. `offsets` are those of quantised weights, None for others.
 PyObject* with_adapters(PyObject* pattern, bool recording, PyObject* dtype, PyObject* operands, PyObject* adapters,
                         PyObject* offsets) {
   Answer alike = are_of(adapters, dtype);
@@ -239,7 +238,7 @@ PyObject* dtype_followed(PyObject* x) {
     return nullptr;
   }
   if (attribute_is_true(x, names().requires_grad) != kYes) return nullptr;
-  return Owned(PyObject_GetAttr(x, names().dtype)).get();  // torch holds it
+  return Owned(PyObject_GetAttr(x, names().dtype)).get();  // torch keeps it alive
 }
 
 bool is_tensor(PyObject* operand) {
@@ -262,7 +261,7 @@ Answer needs_gradient(PyObject* operands) {
     if (is_tensor(operand)) needs = attribute_is_true(operand, names().requires_grad);
     if (needs != kYes) continue;
     const Answer unknown = truth(Owned(PyObject_CallMethodObjArgs(operand, names().is_inference, nullptr)).get());
-    if (unknown != kNo) return kError;  // one that was made in inference mode: torch knows what becomes of it
+    if (unknown != kNo) return kError;  // made in inference mode: torch decides
   }
   return needs;
 }
@@ -293,7 +292,7 @@ Answer is_left(const Mlp& mlp, PyObject* dtype, const Block& block) {
 }
 
 PyObject* fused(const Mlp& mlp, bool recording, const Block* block, bool adapted) {
-  // First the parts: one with hooks, or of another class, runs as it was written for as long as it is there.
+  // Check the parts first: one with hooks, or of another class, falls back to the original code as long as it is there.
   PyObject* dtype = dtype_taken(mlp.x);
   if (dtype == nullptr) return nullptr;
   PyObject* known = known_activation(mlp.act, recording);
@@ -302,7 +301,7 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block, bool adapted
                                                         recording ? held_weight(mlp.projections[0]) : nullptr;
   const Answer little = recording && block != nullptr ? is_little(mlp, weight, code, dtype, block) : kNo;
   if (PyErr_Occurred()) return nullptr;
-  // This saves all other questions.
+  // This saves all other checks.
   if (little == kYes && is_plainly_followed(mlp.x, weight) == kYes) return PyBool_FromLong(false);
   if (all_pass(mlp.between, recording) != kYes) return nullptr;
   // The op's arguments: x, weights, biases, code, and those of the block.
@@ -368,7 +367,7 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block, bool adapted
   }
   const Answer alike = cast_to ? are_of(operands, cast_to.get()) : kYes;
   if (alike != kYes) {
-    const bool alone = alike == kNo && followed == kNo;  // where autograd follows, it is told of the casts
+    const bool alone = alike == kNo && followed == kNo;  // under autograd, the casts are recorded
     return alone ? PyObject_CallFunctionObjArgs(settings.composed, mlp.pattern, operands, nullptr) : nullptr;
   }
   if (followed == kNo) {

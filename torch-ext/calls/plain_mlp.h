@@ -4,11 +4,11 @@
 
 #include "parts.h"
 
-// MLPs of plain parts, and their blocks: whether an op may compute one, where autograd and autocast are on too, and the
-// call of it.
+// MLPs of plain parts, and their blocks: decides whether an op may compute one, also under autograd and autocast, and
+// calls the op.
 namespace fused_mlp {
 
-// An MLP, or a part of one, as a module has it now.
+// An MLP, or a part of one, in its module's present state.
 struct Mlp {
   PyObject* pattern;
   PyObject* x;
@@ -16,64 +16,62 @@ struct Mlp {
   PyObject* act;
   Objects between;
   bool in_eval = false;  // the module is known to be in eval mode
-  bool asks = false;     // False is an answer: a dropout in front of an adapter is active, which no op takes
+  bool asks = false;     // returns False if a dropout before an adapter is active, which no op supports
 };
 
-// The block around an MLP: the norm of its input, and what modulates that: a tuple of a scale that is
-// stored less 1 and a shift, perhaps of float32; behind its last projection what may pass values on, and among that a
-// norm or a scale; a factor, which is a number or a scale; the sum with the residual; and the norm of that. None where
-// there is no norm, or nothing modulates it.
+// The block around an MLP: the norm of its input; the modulation of that norm, a tuple of a scale that is stored less 1
+// and a shift, perhaps float32; parts after the last projection, of which one may be a norm or a scale; a factor, which
+// is a number or a scale; the sum with the residual; and the norm of that sum. A missing norm or modulation is None.
 struct Block {
   PyObject *first, *modulation;
   Objects behind;
   PyObject* factor;
   PyObject* residual;
   PyObject* last;
-  bool wide = false;             // the factor may be of float32, as the source adds up in that
+  bool wide = false;             // the factor may be float32, because the source adds in float32
   bool modulation_wide = false;  // likewise
 };
 
-// The number of operands of an op that are those of a block.
+// Number of operands that a block adds to those of its op.
 constexpr Py_ssize_t kBlockOperands = 11;
 
-// The dtype of a tensor that the compiled ops take, and are free to: borrowed; nullptr where they do not.
+// Returns the dtype of a tensor that the compiled ops support and may compute, borrowed; nullptr otherwise.
 PyObject* dtype_taken(PyObject* x);
 
-// The dtype of a tensor that autograd follows, at the cost of few questions: in a small model's call each function of
-// torch that is asked takes a microsecond. Borrowed; nullptr, which is no error in itself, where more has to be asked.
-// What is left by it is computed as it was written, whatever else there is to ask.
+// Returns the dtype of a tensor that is part of the autograd graph, after few checks: in a small model, each call of a
+// torch function takes a microsecond. Borrowed; nullptr, without necessarily an error, if more checks are needed. A
+// call that is not fused because of it runs the original code, whatever other checks would say.
 PyObject* dtype_followed(PyObject* x);
 
-// True if an operand is a torch.Tensor or an nn.Parameter, and no subclass of them.
+// True if an operand is a torch.Tensor or an nn.Parameter, not of a subclass.
 bool is_tensor(PyObject* operand);
 
-// True if all of these operands, among which are tensors, numbers and None, that are tensors are of a dtype.
+// True if all tensors among these operands, which may include numbers and None, have this dtype.
 Answer are_of(PyObject* operands, PyObject* dtype);
 
-// True if one of these operands needs a gradient. An error, which may not be set, where torch is to say.
+// True if one of these operands needs a gradient. kError, perhaps without an error set, if torch has to decide.
 Answer needs_gradient(PyObject* operands);
 
-// The number of a tensor's elements; negative as sizes are (parts.h).
+// Returns a tensor's number of elements; negative like sizes (parts.h).
 int64_t number_of_elements(PyObject* tensor);
 
-// True if an activation is several operations of torch, so that its parts take long.
+// True if an activation consists of several torch operations, so that running its parts takes long.
 Answer is_composite(PyObject* act);
 
-// True if the first layer does too little on a GPU for an op that autograd records, by so many multiplications.
+// True if a first layer with this many multiplications is too small on a GPU for an op that autograd records.
 Answer is_little_work(bool gated, bool in_eval, int64_t work);
 
-// True if an MLP of plain layers that autograd follows, or its block, does too little for an op that is recorded, as
-// far as its first layer tells.
+// True if an MLP of plain layers under autograd, or its block, is too small for a recorded op, judged by its first
+// layer.
 Answer is_left(const Mlp& mlp, PyObject* dtype, const Block& block);
 
-// The result, or the operands of the op where that is left to Python. nullptr is an error where one is set, else an
-// answer: it is not known. With a block, the result is that of the block, and what is left is the pattern and the
-// operands, where gate and up are packed or autograd follows, and then also the probability of an active dropout behind
-// the MLP.
+// Returns the result, or the op's operands if Python has to call it. nullptr without an error means unknown. With a
+// block, the result is the block's. Then, if gate and up are packed or autograd records, it returns the pattern and the
+// operands, and under autograd also the probability of an active dropout after the MLP.
 //
-// False is an answer where autograd follows, and a block does too little for an op.
+// Returns False if autograd records and a block is too small for an op.
 //
-// If `adapted`, it is known only if a projection has an adapter, or a quantised weight.
+// If `adapted`, a result is known only if a projection has an adapter or a quantised weight.
 PyObject* fused(const Mlp& mlp, bool recording, const Block* block = nullptr, bool adapted = false);
 
 }  // namespace fused_mlp

@@ -18,8 +18,8 @@ namespace {
 // Parts of a segment (models/running/split_mlps.py).
 constexpr Py_ssize_t kNames = 1, kBeforeNorm = 6, kGuards = 7, kCountBehind = 8;
 
-// The segment that calling a module runs, and nothing else: borrowed; nullptr where that is not known, or where this
-// part of it is None.
+// Returns this part of the segment that calling a module runs, if it runs nothing else: borrowed; nullptr if that is
+// unknown, or if the part is None.
 PyObject* running(PyObject* module, PyObject* state, PyObject* segments, bool recording, Py_ssize_t part = kNames) {
   PyObject* const kind = class_of(module);
   PyObject* const own = item(state, names().forward);
@@ -29,7 +29,7 @@ PyObject* running(PyObject* module, PyObject* state, PyObject* segments, bool re
   PyObject *const written = PyTuple_GetItem(segment, 0), *const mark = item(state, settings.mark);
   const bool fused = forward.get() != written;
   if (fused && (mark == nullptr || !PyDict_Check(mark))) return nullptr;  // restored
-  // A method that the module itself held, and the fused one was made of, hides the class's.
+  // A method in the module's own __dict__, from which the fused one was made, hides the class's.
   const bool held = fused && item(mark, names().forward) == Py_True;
   const bool plain = has_attribute(kind, names().call, settings.call) == kYes &&
                      (held || has_attribute(kind, names().forward, written) == kYes) &&
@@ -37,9 +37,9 @@ PyObject* running(PyObject* module, PyObject* state, PyObject* segments, bool re
   return plain ? segment : nullptr;
 }
 
-// The MLP, or its first module, whose block was left last in this thread, for it does too little: its own method need
-// not ask the same. An address alone, and the answer is right for any module. On a CPU it is asked: torch's functions,
-// called one by one, take less time than its modules.
+// The MLP, or its first module, whose block was too small and last not fused in this thread; its own method can skip
+// the same checks. Only the address is kept, and the outcome is right for any module. On a CPU the checks run: torch's
+// functions, called separately, are faster than its modules.
 thread_local PyObject* left_last = nullptr;
 
 void note_left(PyObject* module) {
@@ -51,14 +51,14 @@ PyObject* noting_left(PyObject* module, PyObject* found) {
   return found;
 }
 
-// True if autograd records whatever is computed from x. In training that is so for most calls, whose ops Python
-// records: asked first, it saves all other questions.
+// True if autograd records everything computed from x. That holds for most calls in training, whose ops Python records;
+// checking it first saves all other checks.
 Answer is_followed(PyObject* x, Answer recording) {
   if (recording != kYes || class_of(x) != settings.tensor) return recording == kError ? kError : kNo;
   return attribute_is_true(x, names().requires_grad);
 }
 
-// `rest` are the arguments of the second module behind its first one.
+// `rest` are the arguments of the second module after its first one.
 PyObject* split_mlp(PyObject* firsts, PyObject* seconds, PyObject* owner, PyObject* names_of_both, PyObject* x,
                     PyObject* rest) {
   const Answer asked = is_recording(), followed = is_followed(x, asked);
@@ -78,8 +78,8 @@ PyObject* split_mlp(PyObject* firsts, PyObject* seconds, PyObject* owner, PyObje
       read_children(second, second_state, PyTuple_GetItem(last, 1), &ends) != kYes) {
     return nullptr;
   }
-  // The first module gave its activation and projections, the second its projection, what hands values on, and its
-  // norm.
+  // The first module provides its activation and projections, the second its projection, the parts that pass values on,
+  // and its norm.
   PyObject* ending = PyTuple_GetItem(last, 2);
   const bool normed = PyObject_IsTrue(ending) == 1;
   const Objects parts = ends.all(), passing = parts.subspan(1, parts.size() - 1 - normed);
@@ -119,8 +119,8 @@ PyObject* split_mlp(PyObject* firsts, PyObject* seconds, PyObject* owner, PyObje
   return PyTuple_Pack(3, result.get(), last, second);
 }
 
-// The places of an MLP among modules that run in turn, if that is all they are (models/running/sequences.py). Where
-// `act` is negative, the first hands over its activation.
+// The places of an MLP among modules run in sequence, if they are exactly one (models/running/sequences.py). If `act`
+// is negative, the first module hands over its activation.
 struct Place {
   Py_ssize_t act, second;
 };
@@ -139,9 +139,9 @@ Answer read_place(Objects parts, PyObject* places, Place* found) {
   return answer(PyLong_AsSsize_t(PyTuple_GetItem(place, 0)) == 0);
 }
 
-// Returns use(mlp, rest), given the MLP that the modules of a nn.ModuleList are if they run in turn, and the modules
-// behind it; nullptr without an error where they are no MLP. `places` says by the classes of modules where MLPs are
-// among them (models/running/sequences.py); `plain` is the pattern of an MLP without a gate.
+// Returns use(mlp, rest) for the MLP that the modules of an nn.ModuleList form if run in sequence, and the modules
+// after it; nullptr without an error if they form none. `places` maps the modules' classes to the places of MLPs among
+// them (models/running/sequences.py); `plain` is the pattern of an ungated MLP.
 template <typename Use>
 PyObject* in_turn(PyObject* list, PyObject* places, PyObject* firsts, PyObject* plain, PyObject* x, bool recording,
                   const Use& use) {
@@ -163,7 +163,7 @@ PyObject* in_turn(PyObject* list, PyObject* places, PyObject* firsts, PyObject* 
     const Objects between = all.subspan(place.act + 1, place.second - place.act - 1);
     return use(Mlp{plain, x, projections.all(), all[place.act], between}, rest);
   }
-  // These questions come first: nobody may see that a first module is asked for its parts.
+  // These checks come first: a first module must not be observed handing over its parts.
   if (dtype_taken(x) == nullptr || is_undisturbed() != kYes) return nullptr;
   PyObject* const first_state = state_of(all[0]);
   PyObject* const segment =
@@ -171,7 +171,7 @@ PyObject* in_turn(PyObject* list, PyObject* places, PyObject* firsts, PyObject* 
   if (segment == nullptr) return nullptr;
   const Owned handed(PyObject_CallFunctionObjArgs(PyTuple_GetItem(segment, kBeforeNorm), all[0], x, nullptr));
   if (!handed || !PyTuple_Check(handed.get())) return nullptr;
-  PyObject* const first = PyTuple_GetItem(handed.get(), 2);  // behind the pattern of the whole MLP and x
+  PyObject* const first = PyTuple_GetItem(handed.get(), 2);  // after the pattern of the whole MLP and x
   for (Py_ssize_t i = 0; i < PyTuple_Size(first); ++i) projections.add(PyTuple_GetItem(first, i));
   projections.add(all[place.second]);
   const Owned act(PyObject_CallFunctionObjArgs(settings.known_by, PyTuple_GetItem(handed.get(), 3), nullptr));
@@ -180,7 +180,7 @@ PyObject* in_turn(PyObject* list, PyObject* places, PyObject* firsts, PyObject* 
   return use(Mlp{PyTuple_GetItem(handed.get(), 0), x, projections.all(), act.get(), between}, rest);
 }
 
-// The block of an MLP, behind whose last projection these parts come before the block's own.
+// Computes the block of an MLP whose last projection is followed by these parts, and then by the block's own.
 PyObject* fused_before(Objects parts, const Mlp& mlp, bool recording, const Block& block) {
   Few behind;
   for (Objects each : {parts, block.behind}) {
@@ -193,8 +193,8 @@ PyObject* fused_before(Objects parts, const Mlp& mlp, bool recording, const Bloc
   return fused(mlp, recording, &whole);
 }
 
-// The block of a module that runs a list of modules in turn: behind None `turns` has the name of the list, and what
-// in_turn() is given.
+// Computes the block of a module that runs a list of modules in sequence. After None, `turns` has the name of the list
+// and the arguments of in_turn().
 PyObject* block_in_turn(PyObject* turns, PyObject* state, PyObject* x, bool recording, const Block& block) {
   PyObject* const modules = item(state, names().modules);
   const bool there = modules != nullptr && PyDict_Check(modules);
@@ -227,8 +227,8 @@ PyObject* block_of(PyObject* wholes, PyObject* module, PyObject* x, bool recordi
   return fused_before(passing.subspan(in_front), mlp, recording, block);
 }
 
-// The arguments of a function, each of the kind that a letter names: a dict, a tuple or any object. Less code than
-// PyArg_ParseTuple runs. The error is a ValueError: a TypeError is an answer.
+// Reads the arguments of a function, each of the kind that a letter names: a dict, a tuple or any object. It runs less
+// code than PyArg_ParseTuple. The error is a ValueError, because is_answer() clears a TypeError.
 template <size_t kEnd>
 bool unpack(PyObject* given, const char (&kinds)[kEnd], PyObject* (&arguments)[kEnd - 1]) {
   bool fits = PyTuple_Size(given) == kEnd - 1;
@@ -293,7 +293,7 @@ PyObject* py_directly(PyObject* given) {
   return call_directly({weights, of[0] == Py_True, false, false, block}, of[1]);
 }
 
-// True if a module has an activation that is several operations of torch, so that its parts take long.
+// True if a module has an activation of several torch operations, so that running its parts takes long.
 Answer has_composite(PyObject* state) {
   PyObject *const modules = item(state, names().modules), *name, *child;
   if (modules == nullptr || !PyDict_Check(modules)) return PyErr_Occurred() ? kError : kNo;
@@ -305,8 +305,8 @@ Answer has_composite(PyObject* state) {
   return kNo;
 }
 
-// True if the first parameter needs a gradient of those that a module has, or else its children, of so many
-// generations; kError without an error where there are none.
+// True if the first parameter of a module needs a gradient; without one, the first found in its children, down to this
+// many generations. kError without an error if there is none.
 Answer is_trained(PyObject* state, int generations) {
   PyObject *const parameters = item(state, names().parameters), *const modules = item(state, names().modules);
   PyObject *name, *found;
@@ -322,15 +322,15 @@ Answer is_trained(PyObject* state, int generations) {
   return kError;
 }
 
-// The child of a module under a name, whatever it is; nullptr, which is no error in itself, where there is none.
+// Returns the child of a module under a name, of any type; nullptr, without necessarily an error, if there is none.
 PyObject* child_of(PyObject* module, PyObject* name) {
   PyObject* const state = PyUnicode_Check(name) ? state_of(module) : nullptr;
   PyObject* const modules = state == nullptr ? nullptr : item(state, names().modules);
   return modules == nullptr || !PyDict_Check(modules) ? nullptr : item(modules, name);
 }
 
-// True if an MLP that autograd, or autocast, has to do with does too little in a dtype. Where its first weight is not
-// known, it is taken for one with four times as many hidden features as inputs.
+// True if an MLP under autograd or autocast is too small in a dtype. If its first weight is unknown, it is assumed to
+// have four times as many hidden features as inputs.
 Answer does_little(PyObject* x, PyObject* dtype, PyObject* weight, bool gated, bool in_eval) {
   constexpr int64_t kWider = 4;
   const int64_t elements = number_of_elements(x), width = size_of_last(x);
@@ -344,7 +344,7 @@ Answer does_little(PyObject* x, PyObject* dtype, PyObject* weight, bool gated, b
   return is_little_work(gated, in_eval, hidden * width);
 }
 
-// Computes py_runs_as_written(), behind torch's modes.
+// Computes py_runs_as_written(), inside torch's modes.
 Answer runs_as_written(PyObject* x, PyObject* module, bool gated, PyObject* first) {
   PyObject* const state = state_of(module);
   if (state == nullptr) return kError;
@@ -363,7 +363,7 @@ Answer runs_as_written(PyObject* x, PyObject* module, bool gated, PyObject* firs
   const Answer transformed = said_by(settings.is_transformed);  // the parts are torch's then
   if (transformed != kNo) return transformed;
   Answer recording = is_recording();
-  // In training mode a call that is not recorded runs as one that is (autograd/training.py).
+  // In training mode a call that is not recorded runs like one that is (autograd/training.py).
   const bool alike = recording == kNo && training == Py_True && is_unrecorded() == kYes;
   if (alike) recording = kYes;
   const Answer casting = recording == kError || PyErr_Occurred() ? kError : is_autocasting();
@@ -377,12 +377,12 @@ Answer runs_as_written(PyObject* x, PyObject* module, bool gated, PyObject* firs
   if (followed == kNo && recording == kYes) followed = is_trained(state, 2);
   if (PyErr_Occurred()) return kError;
   if (!cast && followed != kYes) return kNo;
-  const Answer quiet = is_quiet();  // what is traced is not asked further: its sizes are recorded too
+  const Answer quiet = is_quiet();  // under tracing no more checks run, because reads of sizes are recorded too
   if (quiet != kYes) return quiet;
   if (composite == kYes) return kNo;
-  if (followed != kYes && !gated) return kYes;  // all of it is torch's, products that cast and an activation
+  if (followed != kYes && !gated) return kYes;  // all of it is torch's: products that cast, and an activation
   const bool in_eval = followed != kYes || training == Py_False;
-  // Where autocast casts, what autograd follows is first judged as above, by its own dtype.
+  // If autocast casts, a call under autograd is first judged as above, by its own dtype.
   const Answer little = followed == kYes || !cast ? does_little(x, dtype, weight, gated, in_eval) : kNo;
   return cast && little == kNo ? does_little(x, cast_to.get(), weight, gated, in_eval) : little;
 }
@@ -414,7 +414,7 @@ enum Field : Py_ssize_t {
 
 PyObject* field(PyObject* plan, Field which) { return PyTuple_GetItem(plan, which); }
 
-// The parts of a plan: children of the module that are known by name, and operands of the call.
+// Opens the parts of a plan: children of the module found by name, and operands of the call.
 Answer open(Owner* owner, PyObject* plan, PyObject* module, PyObject* operands) {
   owner->give(operands);
   PyObject* const parts = PyTuple_GetItem(plan, kModulationWide + 1);
@@ -424,7 +424,7 @@ Answer open(Owner* owner, PyObject* plan, PyObject* module, PyObject* operands) 
   return state == nullptr ? kError : owner->open(module, state, parts);
 }
 
-// The activation of a plan: one that is an operand may be spelled out, or be a method.
+// Returns the activation of a plan; one that is an operand may be spelled out, or be a method.
 Owned activation_of(const Owner& owner, PyObject* plan) {
   PyObject* const act = owner.part(field(plan, kAct));
   if (act != nullptr && PyLong_Check(field(plan, kAct)) && class_of(act) != settings.function) {
@@ -462,7 +462,7 @@ PyObject* py_adapted(PyObject* given) {
   return recording == kError ? nullptr : fused(mlp, recording == kYes, nullptr, true);
 }
 
-// True if a norm in eval mode has so few values, and autograd follows them, that its own code takes less time.
+// True if a norm in eval mode is recorded by autograd and has so few values that its own code is faster.
 Answer is_little_in_eval(PyObject* state, PyObject* x) {
   if (PyObject_Size(settings.least_norm) == 0 || item(state, names().training) != Py_False) return kNo;
   PyObject* const dtype = dtype_followed(x);
@@ -472,8 +472,8 @@ Answer is_little_in_eval(PyObject* state, PyObject* x) {
   return elements < 0 ? kError : answer(elements < PyLong_AsSsize_t(least));
 }
 
-// The result of a norm by itself, which runs its fused forward, or the operands of its op; nullptr without an error
-// where its own code has to run.
+// Returns the result of a standalone norm, which runs its fused forward, or the operands of its op; nullptr without an
+// error if its own code has to run.
 PyObject* normed(PyObject* norm, PyObject* x) {
   PyObject* const known = item(settings.norms, class_of(norm));
   PyObject* const state = known == nullptr ? nullptr : state_of(norm);
@@ -492,8 +492,8 @@ PyObject* normed(PyObject* norm, PyObject* x) {
   return followed == kError ? nullptr : norm_or_operands(operands, followed == kYes);
 }
 
-// True if autograd follows linear layers of one input, children of a module, or False, and the operands of their op;
-// nullptr without an error where they are called.
+// Returns whether autograd records linear layers of one input, children of a module, and the operands of their op;
+// nullptr without an error if the layers have to be called.
 PyObject* py_projected(PyObject* given) {
   constexpr Py_ssize_t kMost = 3;
   PyObject* of[3];  // names, module, x
@@ -528,8 +528,8 @@ PyObject* py_normed(PyObject* given) {
   return modes.said() == kYes ? normed(of[0], of[1]) : nullptr;
 }
 
-// Returns use(owner, block, recording), given the block of a plan. The arguments are (plan, module, x, residual,
-// factor, modulation, operands).
+// Returns use(owner, block, recording) for the block of a plan. The arguments are (plan, module, x, residual, factor,
+// modulation, operands).
 template <typename Use>
 PyObject* with_block(PyObject* const* of, const Use& use) {
   const PastModes modes;
@@ -548,8 +548,8 @@ PyObject* with_block(PyObject* const* of, const Use& use) {
   return known ? use(owner, block, recording == kYes) : nullptr;
 }
 
-// is_left() of the block of an MLP whose activation and first projection a module has under their names, whatever else
-// a call runs: a look that costs little, before all questions. `last` is None where no norm of the sum follows.
+// Returns is_left() for the block of an MLP whose activation and first projection are attributes of a module with these
+// names, whatever else a call runs: a cheap check before all others. `last` is None if no norm of the sum follows.
 Answer looks_left(PyObject* pattern, PyObject* module, PyObject* act, PyObject* first, PyObject* x, PyObject* dtype,
                   PyObject* residual, PyObject* last) {
   PyObject* const projection = child_of(module, first);
@@ -560,7 +560,7 @@ Answer looks_left(PyObject* pattern, PyObject* module, PyObject* act, PyObject* 
   return is_left(mlp, dtype, {Py_None, Py_None, {}, names().one, residual, last});
 }
 
-// The same of a child of the owner that is an MLP and no more.
+// Like looks_left(), for a child of the owner that is exactly one MLP.
 Answer child_looks_left(PyObject* wholes, PyObject* plan, PyObject* owner, PyObject* x) {
   PyObject* const dtype = dtype_followed(x);
   PyObject* const module = dtype == nullptr ? nullptr : child_of(owner, field(plan, kModule));
@@ -639,7 +639,7 @@ Answer py_hold(PyObject* given) {
   PyObject* of[2];  // conditions, module
   if (!unpack(given, "to", of)) return kError;
   const Answer said = conditions_hold(of[0], of[1]);
-  return said == kError && is_answer() ? kNo : said;  // an attribute is gone
+  return said == kError && is_answer() ? kNo : said;  // an attribute no longer exists
 }
 
 PyObject* py_mixture(PyObject* given) {

@@ -13,8 +13,8 @@ constexpr Py_ssize_t kOperands = 7, kFirstWeight = 1, kLastWeight = 3;
 // The fields of Saved (autograd/nodes.py).
 enum Field : Py_ssize_t { kPlaces = 1, kGate, kUp, kLost };
 
-// A weight that is a leaf shares its memory with what the module holds, and no more, so that one whose `data` is
-// another tensor by the time of the backward has the gradients of what was multiplied. A linear layer's has them too.
+// Returns a leaf weight as another tensor that shares only its memory. If its `data` is replaced before the backward,
+// gradients still use the weight that was multiplied, as those of a linear layer do.
 PyObject* apart(PyObject* operand, Py_ssize_t place) {
   const bool weight = kFirstWeight <= place && place <= kLastWeight && operand != Py_None;
   const Answer leaf = weight ? attribute_is_true(operand, names().is_leaf) : kNo;
@@ -24,7 +24,7 @@ PyObject* apart(PyObject* operand, Py_ssize_t place) {
   return operand;
 }
 
-// The bits of gradients that lie column by column: none where all that they are of is contiguous.
+// Returns the bits of gradients whose columns are adjacent: none if all their inputs are contiguous.
 PyObject* layout(PyObject* inputs, PyObject* needs) {
   for (Py_ssize_t i = 0; i < kLastWeight; ++i) {  // x and the weights of the first layer
     if (PyTuple_GetItem(needs, i) != Py_True) continue;
@@ -35,7 +35,7 @@ PyObject* layout(PyObject* inputs, PyObject* needs) {
   return PyLong_FromSsize_t(0);
 }
 
-// Stand-ins for operands that are lost, of which leaves need none.
+// Returns stand-ins for lost operands; leaves need none.
 PyObject* edges(PyObject* inputs, PyObject* lost) {
   for (Py_ssize_t i = 0; i < PyTuple_Size(lost); ++i) {
     PyObject* const operand = PyTuple_GetItem(inputs, PyLong_AsSsize_t(PyTuple_GetItem(lost, i)));
@@ -43,7 +43,7 @@ PyObject* edges(PyObject* inputs, PyObject* lost) {
     if (leaf == kNo) return PyObject_CallFunctionObjArgs(settings.edges, inputs, lost, nullptr);
     if (leaf == kError) return nullptr;
   }
-  static PyObject* const none = PyDict_New();  // nobody writes to it
+  static PyObject* const none = PyDict_New();  // never written to
   Py_XINCREF(none);
   return none;
 }
@@ -76,7 +76,7 @@ PyObject* py_save(PyObject*, PyObject* given) {
         PyTuple_GetItem(saved, kGate + i) == Py_True && (i == 0 || PyTuple_GetItem(inputs, 2) != Py_None);
     if (!own || put(own.get(), i, there ? PyTuple_GetItem(kept, i) : Py_None) != kYes) return nullptr;
   }
-  // Values that are kept belong to the node, where no hooks have to see what autograd saves.
+  // Without hooks on saved tensors, the node itself owns the kept values.
   const Owned hooks(PyObject_CallFunctionObjArgs(settings.saved_tensors_hooks, Py_False, nullptr));
   if (!hooks) return nullptr;
   const bool shown = hooks.get() != Py_None;
@@ -95,7 +95,7 @@ PyObject* py_save(PyObject*, PyObject* given) {
     if (put(how.get(), i, PyTuple_GetItem(of[5], i)) != kYes) return nullptr;
   }
   if (!to_save || !how || !give(how.get(), PyTuple_Size(of[5]), layout(inputs, of[4]))) return nullptr;
-  // By the attributes that the methods of these names set: set_materialize_grads(), save_for_backward().
+  // Set the attributes that set_materialize_grads() and save_for_backward() set.
   const bool done = PyObject_SetAttr(ctx, names().how, how.get()) == 0 &&
                     set(ctx, names().edges, Owned(edges(inputs, PyTuple_GetItem(saved, kLost)))) &&
                     PyObject_SetAttr(ctx, names().materialize_grads, Py_False) == 0 &&

@@ -1,4 +1,4 @@
-"""Linear layers with low-rank adapters (LoRA), and what is computed of several of them.
+"""Linear layers with low-rank adapters (LoRA), and functions of several of them.
 
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv:2106.09685.
 """
@@ -25,10 +25,10 @@ from .quantized.weights import AnyWeight, QuantizedWeight
 class Adapter(NamedTuple):
     """``scaling * (dropout(x) a^T) b^T``, which a layer adds to its product.
 
-    ``a`` is ``[rank, in]`` and ``b`` ``[out, rank]``, on the layer's device, of its dtype or of float32. ``bias``,
+    ``a`` is ``[rank, in]`` and ``b`` ``[out, rank]``, on the layer's device, in its dtype or float32. ``bias``,
     ``[out]`` or None, is scaled too. ``dropout`` is the probability that an element of ``x`` is dropped, and 0 outside
-    of training. That of experts has an ``a`` ``[experts, rank, in]`` and a ``b`` ``[experts, out, rank]``, and neither
-    bias nor dropout.
+    of training. An adapter of experts has an ``a`` ``[experts, rank, in]`` and a ``b`` ``[experts, out, rank]``, and
+    neither bias nor dropout.
     """
 
     a: Tensor
@@ -41,9 +41,9 @@ class Adapter(NamedTuple):
 class Layer(NamedTuple):
     """``x weight^T + bias``, and its adapter, if any: ``weight`` is ``[out, in]``, ``bias`` ``[out]`` or None.
 
-    ``dtype``: that of the product, where x and the result may have another one; None where they have not.
-    ``least_trained``: the number of rows from which on a quantised layer of a model is taken where autograd follows,
-    without an adapter; None for one that is left to itself there, and with an adapter.
+    ``dtype`` is the dtype of the product if that of x and the result may differ, otherwise None. ``least_trained`` is
+    the least number of rows at which a model's quantised layer without an adapter is fused under autograd; None for a
+    layer that is never fused there, with or without an adapter.
     """
 
     weight: AnyWeight
@@ -53,9 +53,9 @@ class Layer(NamedTuple):
     least_trained: Optional[int] = 0
 
     def __call__(self, x: Tensor, mask: Optional[Tensor] = None) -> Tensor:
-        """The result by PyTorch's operations, ``[..., out]``, in the dtype of the layer's own product.
+        """Compute the result with torch operations, ``[..., out]``, in the dtype of the layer's own product.
 
-        ``mask`` is that of a dropout which was drawn before, in bits (torch-ext/ops/adapted.h).
+        ``mask`` is the mask of an earlier dropout, in bits (torch-ext/ops/adapted.h).
         """
         multiply = quantized.product if type(self.weight) is QuantizedWeight else F.linear
         result = multiply(x, self.weight, self.bias)
@@ -71,7 +71,7 @@ class Layer(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """The layers of a call: ``first``, or gate, ``up`` where there is one, and the ``second``, or down, of an MLP."""
+    """The layers of a call: ``first``, or gate; ``up``, if there is one; and the ``second``, or down, of an MLP."""
 
     first: Layer
     up: Optional[Layer] = None
@@ -86,9 +86,9 @@ class Layers(NamedTuple):
 
     @property
     def tensors(self) -> Tuple[Optional[Tensor], ...]:
-        """Weights, biases, a and b, each of the three layers. A bias is the sum of the layer's and its adapter's.
+        """Weights, biases, a and b, each for the three layers. A bias is the sum of the layer's and its adapter's.
 
-        A quantised weight is none of them: ``packed`` are those.
+        Quantised weights are missing; ``packed`` holds them.
         """
         weights, biases, a, b = [None] * 3, [None] * 3, [None] * 3, [None] * 3
         for place, layer in enumerate(self):
@@ -103,7 +103,7 @@ class Layers(NamedTuple):
 
     @property
     def packed(self) -> Packed:
-        """The quantised weights of the three layers; None where none is."""
+        """The quantised weights of the three layers; None if there are none."""
         weights = [None if layer is None else layer.weight for layer in self]
         found = tuple([weight if type(weight) is QuantizedWeight else None for weight in weights])
         return None if found == _NONE else found
@@ -137,15 +137,15 @@ def _sum_of_biases(layer: Layer) -> Tensor:
 
 
 def check_any(x: Tensor, **given: Tuple[Optional[Adapter], AnyWeight]) -> None:
-    """:func:`check` of those adapters that are there, by the names of the arguments, each with its weight."""
+    """Run :func:`check` on the adapters that are given, by argument name, each with its weight."""
     for name, (adapter, weight) in given.items():
         if adapter is not None:
             check(name, adapter, weight, x)
 
 
 def check(name: str, adapter: Adapter, weight: AnyWeight, x: Tensor) -> None:
-    """Raises OperandTypeError or OperandValueError, which name the argument, for an adapter that does not fit a weight
-    ``[out, in]``, or with one more dimension in front where it is of experts."""
+    """Raise OperandTypeError or OperandValueError, naming the argument, for an adapter that does not fit a weight
+    ``[out, in]``, or ``[experts, out, in]``."""
     if not isinstance(adapter, Adapter):
         raise OperandTypeError(f"{name} must be an Adapter or None, got {type(adapter).__name__}")
     for part, tensor in (("a", adapter.a), ("b", adapter.b), ("bias", adapter.bias)):
@@ -173,7 +173,7 @@ def check(name: str, adapter: Adapter, weight: AnyWeight, x: Tensor) -> None:
 def check_of_experts(
     x: Tensor, transposed: bool, given: Tuple[Optional[Adapter], ...], weights: Tuple[Tensor, ...]
 ) -> None:
-    """:func:`check_any` of adapters of experts, whose weights are ``[experts, out, in]``, or ``[experts, in, out]``."""
+    """Run :func:`check` on adapters of experts, whose weights are ``[experts, out, in]``, or ``[experts, in, out]``."""
     for name, adapter, weight in zip(("gate_up_adapter", "down_adapter"), given, weights):
         if adapter is None:
             continue
@@ -184,13 +184,13 @@ def check_of_experts(
 
 
 def _kept(mask: Tensor, x: Tensor) -> Tensor:
-    """The elements of x, of 0 or 1, that a mask in bits keeps."""
+    """Return ones for the elements of x that a mask in bits keeps, and zeros for the others."""
     bits = mask.unsqueeze(-1).bitwise_right_shift(torch.arange(32, dtype=mask.dtype, device=mask.device)) & 1
     return bits.flatten(1)[:, : x.shape[-1]].reshape(x.shape)
 
 
 class _Factors(NamedTuple):
-    """The numbers of three layers, and how their dropouts draw: in float32 where ``wide``; gate before up or not."""
+    """The numbers of three layers, and how their dropouts draw: in float32 if ``wide``, and up or gate first."""
 
     scalings: Tuple[float, ...]
     dropouts: Tuple[float, ...]
@@ -199,7 +199,7 @@ class _Factors(NamedTuple):
 
 
 def run(x: Tensor, layers: Layers, activation: int, memory: str = training.KEPT) -> Tensor:
-    """The result of layers that fit, ``[..., out]``: by one op, and one backward, or by PyTorch's operations.
+    """Compute layers that fit, ``[..., out]``: as one op, and one backward, or with torch operations.
 
     Dropouts draw in the order gate, up, down.
     """
@@ -210,10 +210,10 @@ def run(x: Tensor, layers: Layers, activation: int, memory: str = training.KEPT)
 def in_one_op(
     x: Tensor, layers: Layers, activation: int, memory: str = training.KEPT, up_first: bool = False
 ) -> Optional[Tensor]:
-    """The same by one op, and one backward where autograd follows; None where that does not take the operands.
+    """Like :func:`run`, as one op, and one backward under autograd; None if that does not support the operands.
 
-    An adapter of float32 beside other weights is cast to their dtype, once a call; its gradients are of float32.
-    ``up_first``: the dropout of up draws before that of gate.
+    A float32 adapter beside other weights is cast to their dtype, once per call; its gradients are float32.
+    ``up_first``: up's dropout draws before gate's.
     """
     tensors, dropouts = layers.tensors, layers.dropouts
     wide = any(dropouts) and _draws_wide(layers, dropouts)
@@ -240,10 +240,10 @@ def run_parts(
     adapters: Tuple[Any, ...],
     offsets: Tuple[Optional[float], ...],
 ) -> Optional[Tensor]:
-    """The result of a pattern, of operands that compiled code has found (torch-ext/calls/parts.h): all of one dtype, or
-    adapters of float32 beside others.
+    """Compute a pattern from operands that compiled code has found (torch-ext/calls/parts.h), of one dtype except that
+    adapters may be float32.
 
-    Weights of bitsandbytes, of four bits, have ``offsets``, and others None. None where the op does not take them.
+    bitsandbytes' four-bit weights have ``offsets``, other weights None. None if the op does not support them.
     """
     x, *given, code = operands
     if torch._C._is_any_autocast_enabled() and calls.autocast((x,))[0].dtype is not x.dtype:
@@ -255,9 +255,9 @@ def run_parts(
     is_packed = offsets.count(None) < count
     try:
         is_wide = False
-        for a in lists[2]:  # a generator would be several frames
+        for a in lists[2]:  # a generator would take several frames
             is_wide = is_wide or (a is not None and a.dtype is not x.dtype)
-        if is_wide and any(lists[-1]):  # a dropout in front of an adapter of float32 draws in that
+        if is_wide and any(lists[-1]):  # a dropout before a float32 adapter draws in float32
             return None
         if is_wide:
             factors = ([each if each is None else each.to(x.dtype) for each in of] for of in lists[2:4])
@@ -284,12 +284,12 @@ def run_parts(
             weights = [weight if each is None else None for weight, each in zip(weights, packed)]
         keep = _VALUES if pattern.memory == training.KEPT else _ROWS
         return _apply(factors, code, keep, packed, x, *weights, *biases, *a, *b)
-    except RuntimeError:  # eager broadcasts the operands, or says what is wrong with them
+    except RuntimeError:  # eager broadcasts the operands, or reports what is wrong
         return None
 
 
 def _unpacked(lists: Sequence[Sequence[Any]], up_first: bool) -> List[List[Any]]:
-    """The lists with gate and up in the place of a first layer that holds both. They share its a, without dropout."""
+    """Return the lists with gate and up in place of a first layer that holds both; they share its a, undropped."""
     weights, biases, a, b, scalings, dropouts = lists
     if weights[0].shape[0] % 2 != 0:
         raise OperandValueError("a layer that holds both gate and up must have an even number of features")
@@ -297,7 +297,7 @@ def _unpacked(lists: Sequence[Sequence[Any]], up_first: bool) -> List[List[Any]]
     return [*split[:2], [a[0], *a], split[2], [scalings[0], *scalings], [0.0, *dropouts]]
 
 
-# The places of the first layer, up and the second among those of a pattern, by whether it is gated and how many it has.
+# Places of the first layer, up and the second layer in a pattern, by whether it is gated and its number of layers.
 _PLACES = {(False, 1): (0, None, None), (False, 2): (0, None, 1), (True, 2): (0, 1, None), (True, 3): (0, 1, 2)}
 
 
@@ -330,7 +330,7 @@ def _op(
 def _unpacked_weights(
     packed: Packed, tensors: Sequence[Optional[Tensor]], dtype: torch.dtype, read: Sequence[bool] = (True, True, True)
 ) -> Sequence[Optional[Tensor]]:
-    """The tensors with quantised weights among them, decoded where they are ``read``."""
+    """Return the tensors including quantised weights, decoded where ``read`` is true."""
     if packed is None:
         return tensors
     weights = list(tensors[:3])
@@ -349,10 +349,10 @@ def _over_packed(
     arguments: Callable[[Sequence[Optional[Tensor]]], Tuple[Any, ...]],
     read: Sequence[bool] = (True, True, True),
 ) -> Any:
-    """``op(*arguments(tensors))`` with quantised weights among the tensors, of ``dtype``.
+    """Compute ``op(*arguments(tensors))`` with quantised weights among the tensors, of ``dtype``.
 
-    ``by_codes`` decodes each when it is needed, and forgets it; where that is not at hand, all are decoded before that
-    are ``read``.
+    ``by_codes`` decodes each weight when it is needed and discards it; without it, all weights that are ``read`` are
+    decoded first.
     """
     if packed is None:
         return op(*arguments(tensors))
@@ -368,7 +368,7 @@ def _over_packed(
 
 
 def _are_of(layers: Layers, dtype: torch.dtype) -> bool:
-    """True if all adapters are of this dtype."""
+    """True if all adapters have this dtype."""
     for layer in layers:
         adapter = None if layer is None else layer.adapter
         if adapter is not None and adapter.a.dtype is not dtype:
@@ -377,13 +377,13 @@ def _are_of(layers: Layers, dtype: torch.dtype) -> bool:
 
 
 def _draws_wide(layers: Layers, dropouts: Tuple[float, ...]) -> Optional[bool]:
-    """True if dropouts draw random numbers in float32, being in front of such adapters; None where they differ."""
+    """True if the active dropouts precede float32 adapters and draw numbers in float32; None if they differ."""
     of = {layer.adapter.a.dtype is torch.float32 for layer, dropout in zip(layers, dropouts) if dropout > 0.0}
     return None if len(of) > 1 else any(of)
 
 
 def dropout_refusal(x: Tensor, dropouts: Sequence[float], wide: Optional[bool]) -> Optional[str]:
-    """The reason why dropouts in front of adapters are PyTorch's; None if an op draws the same numbers."""
+    """Return the reason why torch runs the dropouts before adapters; None if an op draws the same numbers."""
     if not DROPS:
         return "no kernel applies dropout before an adapter on this device"
     if wide is None or max(dropouts) >= 1.0:
@@ -391,11 +391,11 @@ def dropout_refusal(x: Tensor, dropouts: Sequence[float], wide: Optional[bool]) 
     return None if x.is_contiguous() and x.numel() > 0 else "dropout of an empty or strided x, which no kernel supports"
 
 
-DROPS = native.DEVICE_TYPE == "cuda"  # that of a CPU draws in another way
+DROPS = native.DEVICE_TYPE == "cuda"  # CPU dropout draws differently
 
 
 def refusal(x: Tensor, layers: Layers) -> Optional[str]:
-    """The reason why a call is composed of PyTorch's operations, or None if it is one op."""
+    """Return the reason why a call is composed of torch operations, or None if it is one op."""
     dropouts = layers.dropouts
     reason = dropout_refusal(x, dropouts, _draws_wide(layers, dropouts)) if any(dropouts) else None
     if reason is not None:
@@ -420,9 +420,9 @@ def composed(
     memory: str = training.KEPT,
     masks: Sequence[Optional[Tensor]] = (None, None, None),
 ) -> Tensor:
-    """The result by PyTorch's operations, and the kernel of ``act(gate) * up`` where that pays.
+    """Compute the result with torch operations, and the kernel of ``act(gate) * up`` where that pays.
 
-    ``masks`` are those of dropouts that were drawn before.
+    ``masks`` are those of earlier dropouts.
     """
     if memory == training.RECOMPUTED and calls.autograd_follows(x, *layers.tensors) and not training.is_transformed():
         return torch.utils.checkpoint.checkpoint(composed, x, layers, activation, use_reentrant=False)
@@ -433,50 +433,50 @@ def composed(
 
 
 _forward, _backward = native.adapted_forward, native.adapted_backward
-# For calls that nothing traces: past torch's dispatcher, or at least without what OpOverload does before it in Python.
+# For calls that nothing traces: past torch's dispatcher, or at least without OpOverload's Python overhead.
 _plain_forward, _plain_backward = (
     getattr(native.plain_modules, f"adapted_{name}", getattr(op, "_op", op))
     for name, op in (("forward", _forward), ("backward", _backward))
 )
-# The same over quantised weights, which give None where torch's dispatcher has more to do.
+# The same over quantised weights; they return None if torch's dispatcher has more to do.
 _packed_forward, _packed_backward = (
     getattr(native.plain_modules, f"packed_adapted_{name}", None) for name in ("forward", "backward")
 )
-_NOTHING, _ROWS, _VALUES = range(3)  # what a forward keeps, as in torch-ext/ops/adapted.h
+_NOTHING, _ROWS, _VALUES = range(3)  # values that a forward keeps, as in torch-ext/ops/adapted.h
 _IDENTITY = get_activation(None).code
-_FIRST_OF_ADAPTERS = 6  # behind three weights and three biases
+_FIRST_OF_ADAPTERS = 6  # after three weights and three biases
 
 
 def _operands(tensors: Sequence[Optional[Tensor]], *others: Sequence[Any]) -> List[List[Any]]:
-    """The lists that an op is given: weights, biases, a, b and others of the layers that are there."""
+    """Return an op's lists of operands: weights, biases, a, b and others of the layers that are given."""
     there = [place for place in range(3) if tensors[place] is not None]
     return [[each[place] for place in there] for each in (*_lists(tensors), *others)]
 
 
 def _arguments(tensors: Sequence[Optional[Tensor]], factors: _Factors, numbers: List[int]) -> List[Any]:
-    """The arguments of the forward behind x, up to ``gated``."""
+    """Return the arguments of the forward after x, up to ``gated``."""
     scalings, dropouts, wide, up_first = factors
     return [*_operands(tensors, scalings, dropouts), wide, up_first, numbers]
 
 
 def _numbers(x: Tensor, packed: Packed, tensors: Sequence[Optional[Tensor]], factors: _Factors) -> List[int]:
-    """The numbers of dropouts in front of adapters, which torch's generator is past then."""
+    """Return the random numbers of dropouts before adapters, and advance torch's generator past them."""
     first = tensors[0] if packed is None or packed[0] is None else packed[0]
     return drawn.taken(x, first.shape[0], factors.dropouts, factors.up_first)
 
 
 def _lists(tensors: Sequence[Optional[Tensor]]) -> Tuple[Sequence[Optional[Tensor]], ...]:
-    """Weights, biases, a and b."""
+    """Return weights, biases, a and b."""
     return tensors[:3], tensors[3:6], tensors[6:9], tensors[9:]
 
 
 class _Layout(NamedTuple):
-    """Selectors of the values that a node keeps: of its operands, x first, and of those that its op returns besides.
+    """Selectors of the values that a node keeps, among its operands, x first, and the further results of its op.
 
-    ``saved`` takes those that a gradient which may be asked for needs, ``others`` the rest but x: weights and adapters,
-    for their shapes. ``all`` takes the operands from both, with None behind them. ``kept`` takes what is there of gate,
-    up, the rows of the adapters, and the masks of their dropouts, from these with None behind them. ``read`` are the
-    weights whose values a gradient may need: quantised ones are not saved, and decoded again.
+    ``saved`` selects the operands that a possible gradient needs, ``others`` the rest except x: weights and adapters,
+    for their shapes. ``all`` restores the operands from both, followed by None. ``kept`` selects the existing ones of
+    gate, up, the rows of the adapters, and the masks of their dropouts, from these followed by None. ``read`` are the
+    weights whose values a gradient may need; quantised ones are not saved, but decoded again.
     """
 
     saved: Callable[[Tuple[Any, ...]], Tuple[Any, ...]]
@@ -487,7 +487,7 @@ class _Layout(NamedTuple):
 
 
 class _Adapted(torch.autograd.Function):
-    """One op forward and one backward. It saves what gradients that may be asked for need, as eager PyTorch does."""
+    """One op forward and one backward. It saves what possible gradients need, as eager PyTorch does."""
 
     @staticmethod
     def forward(
@@ -543,7 +543,7 @@ class _Adapted(torch.autograd.Function):
         return (None, None, None, None, *[next(gradients) if need else None for need in needs])
 
 
-# Without what torch's own ``apply`` does before this in Python, for operands of transforms.
+# Without the Python code that torch's own ``apply`` runs first for operands of transforms.
 _apply = super(torch.autograd.Function, _Adapted).apply
 
 
@@ -556,13 +556,13 @@ def _layout(
     recomputes: bool,
     is_identity: bool,
 ) -> _Layout:
-    """``there`` are the operands of the op, ``held`` those of them that are tensors."""
+    """Return the layout. ``there`` are the operands of the op, ``held`` those among them that are tensors."""
     is_gated, is_mlp, of_first, of_second = there[2], there[3], there[7] or there[8], there[9]
     has_values = not recomputes and (is_gated or not is_identity)
     is_kept = has_values, has_values and is_gated, of_first, of_second, *drops
-    # Hidden values behind no activation are not kept.
+    # Hidden values without an activation are not kept.
     wanted = _wanted(needs, recomputes or (is_identity and is_mlp and not is_gated))
-    # A gradient that is differentiated again begins with x. It is told apart by weights that are not held.
+    # Differentiating a gradient again requires x, so x is saved whenever some weights are not held.
     wanted = (wanted[0] or held != there, *wanted[1:])
     saved = tuple(place for place, (want, is_held) in enumerate(zip(wanted, held)) if want and is_held)
     others = tuple(place for place in range(1, len(there)) if held[place] and place not in saved)
@@ -577,14 +577,14 @@ def _layout(
 
 
 def _taking(places: Tuple[int, ...]) -> Callable[[Tuple[Any, ...]], Tuple[Any, ...]]:
-    """Takes these places of a tuple, in this order."""
+    """Return a selector of these places of a tuple, in this order."""
     if len(places) > 1:
         return itemgetter(*places)
     return lambda given: tuple([given[place] for place in places])
 
 
 def _wanted(needs: Tuple[bool, ...], recomputes: bool) -> Tuple[bool, ...]:
-    """True for each of the operands that the gradients of ``needs`` need, x being the first."""
+    """Return which operands the gradients of ``needs`` require, x first."""
     of_x, of_weights, of_biases, of_a, of_b = needs[0], needs[1:4], needs[4:7], needs[7:10], needs[10:]
     first = of_x or any(any(each[:2]) for each in (of_weights, of_biases, of_a, of_b))
     again = recomputes and (first or of_weights[2] or of_a[2])
@@ -610,12 +610,12 @@ def _composed_gradients(
     grad: Tensor,
     needs: Tuple[bool, ...],
 ) -> Tuple[Tensor, ...]:
-    """The gradients by PyTorch's operations, which can be differentiated again."""
+    """Compute the gradients with torch operations, which can be differentiated again."""
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         given = tuple(
             tensor if tensor is None else tensor.view_as(tensor) for tensor in (x, *tensors)
-        )  # tied ones apart
+        )  # separates tied tensors
         weights, biases, a, b = _lists(given[1:])
         layers = Layers(*map(_layer, weights, biases, a, b, factors.scalings, factors.dropouts))
         result = composed(given[0], layers, activation, masks=masks)

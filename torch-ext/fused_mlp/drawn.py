@@ -1,4 +1,4 @@
-"""Numbers of torch's generator, taken for a kernel that draws as torch's dropout would have drawn."""
+"""Random numbers of torch's generator, reserved for a kernel that draws the same ones as torch's dropout would."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from typing import List, Sequence
 import torch
 from torch import Tensor
 
-_BLOCK, _OF_THREAD = 256, 4  # threads of a block of torch's kernel, and numbers that one of them takes at a time
-_COLUMNS = 32  # those of a word of the mask
-_MOST = 0.99  # the largest dropout: with one close to 1 no number may keep anything
-NOTHING: List[int] = []  # where torch is to draw
+_BLOCK, _OF_THREAD = 256, 4  # threads per block of torch's kernel, and numbers that a thread draws at a time
+_COLUMNS = 32  # columns per word of the mask
+_MOST = 0.99  # the largest dropout; close to 1, no number may keep anything
+NOTHING: List[int] = []  # torch has to draw
 
 
 def taken(x: Tensor, hidden: int, dropouts: Sequence[float], up_first: bool) -> List[int]:
-    """The seed, torch's threads, and the first number of each of three dropouts, which the generator is past then.
+    """Return the seed, torch's number of threads, and the first number of each of three dropouts; advance the
+    generator.
 
-    Those of the first two are in front of ``x``, and that of the third of as many rows of ``hidden`` values. Nothing
-    where torch is to draw: in the capture of a graph, which takes numbers at each replay, or where tensors are small,
-    or of another form.
+    The first two dropouts apply to ``x``, and the third to as many rows of ``hidden`` values. Returns nothing if torch
+    has to draw: while a graph is captured, which draws new numbers at each replay, or if tensors are small or of
+    another form.
     """
     threads, columns, count = _threads(x.device.index), x.shape[-1], x.numel()
     widths = (columns, columns, hidden)
@@ -44,7 +45,7 @@ def taken(x: Tensor, hidden: int, dropouts: Sequence[float], up_first: bool) -> 
 
 @functools.cache
 def _threads(device: int) -> int:
-    """The threads of torch's kernel on a device, for large tensors; 0 where it, or a kernel for it, is not known."""
+    """Return the threads of torch's kernel on a device, for large tensors; 0 if it, or our kernel, is unknown there."""
     if not torch.__version__.startswith("2.11.") or torch.cuda.get_device_capability(device) != (9, 0):
         return 0
     properties = torch.cuda.get_device_properties(device)

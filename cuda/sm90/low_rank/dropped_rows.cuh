@@ -8,8 +8,8 @@
 namespace fused_mlp::sm90 {
 
 constexpr int kDroppedThreads = 512, kDroppedWarps = kDroppedThreads / 32;
-constexpr int kDroppedTile = 16;    // rows of a CTA
-constexpr int kDroppedChunk = 128;  // columns of a warp at a time: a lane has four times 8
+constexpr int kDroppedTile = 16;    // rows per CTA
+constexpr int kDroppedChunk = 128;  // columns per warp at a time: a lane has four times 8
 constexpr int kRanksOfTile = 8;
 constexpr int kPhiloxRounds = 10;
 
@@ -23,7 +23,7 @@ struct DroppedRowsArgs {
   KeptBits kept;
 };
 
-// The four numbers of a counter.
+// Computes the four numbers of a counter.
 __device__ __forceinline__ void philox(uint32_t (&counter)[4], const uint32_t (&keys)[kPhiloxRounds][2]) {
 #pragma unroll
   for (int round = 0; round < kPhiloxRounds; ++round) {
@@ -35,7 +35,7 @@ __device__ __forceinline__ void philox(uint32_t (&counter)[4], const uint32_t (&
   }
 }
 
-// The place of a vector among torch's threads, and how many such a thread had before.
+// A vector's thread among torch's threads, and the number of earlier vectors of that thread.
 struct DrawPlace {
   uint32_t thread, before;
 
@@ -48,8 +48,8 @@ struct DrawPlace {
   }
 };
 
-// Draws for eight adjacent elements, which are one vector of torch's or two. Returns a bit for each, and sets `lanes`
-// to ones in the place of the 16-bit elements that are kept.
+// Draws for eight adjacent elements, which are one or two of torch's vectors. Returns a bit per element, and sets
+// `lanes` to ones at the 16-bit elements that are kept.
 template <int kVector>
 __device__ __forceinline__ uint32_t draw_eight(const DroppedRowsArgs& args, const DrawPlace& place,
                                                uint32_t (&lanes)[4]) {
@@ -78,15 +78,15 @@ __device__ __forceinline__ uint4 vector_of_row(const Matrix& matrix, int row, in
   return *reinterpret_cast<const uint4*>(static_cast<const Element*>(matrix.data) + row * matrix.row_stride + column);
 }
 
-// Of four lanes each of which has a byte of each of four words, the lane's word.
+// Transposes bytes across four lanes, each of which has a byte of each of four words; returns the lane's word.
 __device__ __forceinline__ uint32_t word_of_lane(uint32_t bytes) {
   const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
   const uint32_t halves = __byte_perm(bytes, __shfl_xor_sync(~0u, bytes, 1), odd ? 0x3715 : 0x6240);
   return __byte_perm(halves, __shfl_xor_sync(~0u, halves, 2), high ? 0x3276 : 0x5410);
 }
 
-// The sum over k does not depend on which element of k is which in an instruction, so each lane hands over eight
-// adjacent ones. The sums of the warps are added in their order.
+// The sum over k is independent of the order of its elements within an instruction, so each lane passes eight adjacent
+// ones. The sums of the warps are added in order.
 template <typename Element, int kTiles, int kVector>
 __global__ void __launch_bounds__(kDroppedThreads, kTiles > 2 ? 1 : 2)
     dropped_rows_kernel(const __grid_constant__ DroppedRowsArgs args) {

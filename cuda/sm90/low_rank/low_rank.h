@@ -1,4 +1,4 @@
-// The product of few columns that a GEMM adds to its own (LowRank in problem.h).
+// The low-rank product that a GEMM adds to its own (LowRank in problem.h).
 #pragma once
 
 #include <cuda.h>
@@ -9,21 +9,21 @@
 
 namespace fused_mlp::sm90 {
 
-// Blocks of k behind those of the GEMM. What lies outside of its operands reads as zero, so that gate's and up's rows,
-// side by side, are multiplied by both weights: each by those of its own columns, and by zeros.
+// Blocks of k after those of the GEMM. Reads outside the operands return zero, so gate's and up's rows, side by side,
+// are multiplied by both weights: each by the rows of its own columns, and by zeros.
 struct LowRankArgs {
   CUtensorMap rows, weight, up_weight;
-  int blocks;  // in a pair of products, those of the first
-  // Columns of the weights at which those of `rows` begin; in a pair, `up_shift` is the first column of up's rows.
+  int blocks;  // for a pair of products, the blocks of the first
+  // First columns of the weights that match those of `rows`; in a pair, `up_shift` is the first column of up's rows.
   int shift, up_shift;
-  // The mask of the term, which comes before the GEMM's own blocks then; null where there is none.
+  // The mask of the term, which then precedes the GEMM's own blocks; null if there is none.
   const uint32_t* kept;
   int words_of_row, rows_of_mask;
   float scale;
 };
 
-// Describes to the TMA the low-rank term of a product whose weights lie [n, k], or as they lie [k, n]: in boxes of so
-// many rows. A missing weight is one of which only zeros are read.
+// Encodes the TMA descriptors of the low-rank term of a product with weights [n, k], or [k, n] if it reads them as they
+// are stored, in boxes of these numbers of rows. For a missing weight, only zeros are read.
 inline bool encode_low_rank(const GemmProblem& p, int box_rows_a, int box_rows, LowRankArgs* args) {
   const LowRank& term = p.low_rank;
   args->kept = term.kept;
@@ -47,7 +47,7 @@ inline bool encode_low_rank(const GemmProblem& p, int box_rows_a, int box_rows, 
                                     : encode(&args->up_weight, term.weight, term.k)));
 }
 
-// The blocks of k that the term adds.
+// Returns the number of blocks of k that the term adds.
 inline int low_rank_blocks(const GemmProblem& p) {
   const LowRank& term = p.low_rank;
   return p.pair() ? ceil_div(term.k, kBlockK) + ceil_div(term.up_k, kBlockK) : ceil_div(term.columns(), kBlockK);

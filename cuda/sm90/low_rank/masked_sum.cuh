@@ -8,11 +8,11 @@
 namespace fused_mlp::sm90 {
 
 constexpr int kMaskedThreads = 256;
-constexpr int kMaskedTile = 16;     // rows of a warp at a time
-constexpr int kMaskedColumns = 32;  // of a warp: a lane has 8 that are adjacent, two in each of four instructions
-constexpr int kMaskedRanks = 16;    // of an instruction: a lane has 4 that are adjacent
+constexpr int kMaskedTile = 16;     // rows per warp at a time
+constexpr int kMaskedColumns = 32;  // per warp: a lane has 8 adjacent ones, two in each of four instructions
+constexpr int kMaskedRanks = 16;    // per instruction: a lane has 4 adjacent ones
 
-// A lane's part of 16 rows of a weight, transposed: the side [columns, ranks] of four instructions.
+// Loads a lane's part of 16 rows of a weight, transposed: the [columns, ranks] operand of four instructions.
 template <typename Element>
 __device__ __forceinline__ void load_columns(const MaskedTerm& term, int first_rank, int column, uint32_t (&b)[4][2]) {
   const int lane = threadIdx.x % 32;
@@ -31,13 +31,13 @@ __device__ __forceinline__ void load_columns(const MaskedTerm& term, int first_r
   }
 }
 
-// A term's operands of a lane in two rows, 8 apart: read a tile ahead, for their latency is what the kernel waits for.
+// A lane's operands of a term in two rows, 8 apart, prefetched one tile ahead because their latency limits the kernel.
 template <typename Element, int kSteps>
 struct MaskedRows {
   uint2 ranks[kSteps][2];
   uint32_t bits[2];
 
-  // Behind the last rank there may be anything, up to four.
+  // Loads groups of four ranks; elements after the last rank are undefined.
   __device__ __forceinline__ void load(const MaskedTerm& term, int first, int end, int word) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -57,7 +57,7 @@ struct MaskedRows {
     }
   }
 
-  // Clears what is behind the last rank.
+  // Clears the elements after the last rank.
   __device__ __forceinline__ void clear_past(int last_rank) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {

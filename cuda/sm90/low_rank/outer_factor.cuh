@@ -9,13 +9,13 @@
 namespace fused_mlp::sm90 {
 
 constexpr int kOuterThreads = 256, kOuterWarps = kOuterThreads / 32;
-constexpr int kOuterRanks = 16;    // of an instruction: a lane has two that are adjacent
-constexpr int kOuterColumns = 64;  // of a warp: a lane has eight that are adjacent, one in each of eight instructions
-constexpr int kOuterRows = 16;     // of a warp at a time: a lane has four
+constexpr int kOuterRanks = 16;    // per instruction: a lane has two adjacent ones
+constexpr int kOuterColumns = 64;  // per warp: a lane has eight adjacent ones, one in each of eight instructions
+constexpr int kOuterRows = 16;     // per warp at a time: a lane has four
 constexpr int kOuterOfLane = 8;
 constexpr int kOuterSums = kOuterRanks * kOuterColumns;
 
-// The lower halves of two words, and their upper halves.
+// Return the lower halves of two words, or their upper halves.
 __device__ __forceinline__ uint32_t lower_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x5410); }
 __device__ __forceinline__ uint32_t upper_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7632); }
 
@@ -23,7 +23,7 @@ __device__ __forceinline__ uint32_t word_of(const uint4& vector, int i) {
   return i == 0 ? vector.x : i == 1 ? vector.y : i == 2 ? vector.z : vector.w;
 }
 
-// The rows of x that a lane reads of 16, of which it has two adjacent ones in each half; -1 where there is none.
+// The rows of x that a lane reads out of 16: two adjacent ones in each half; -1 for a missing row.
 template <bool kMasked>
 struct OuterPlaces {
   int rows[2][2];
@@ -102,8 +102,8 @@ struct OuterRows {
   }
 };
 
-// The sums of a warp over rows: all those that are `step` apart from the first of 16. They are read a step ahead, and
-// their places two.
+// Adds up a warp's rows: all groups of 16 that are `step` apart from the first. Values are prefetched one step ahead,
+// and their places two.
 template <typename Element, int kTiles, bool kMasked>
 __device__ __forceinline__ void sum_rows(const OuterFactor& args, int first, int end, int step, int rank, int column,
                                          float (&sums)[kTiles][kOuterOfLane][4]) {
@@ -121,7 +121,7 @@ __device__ __forceinline__ void sum_rows(const OuterFactor& args, int first, int
   }
 }
 
-// The sums over rows of the warps of a CTA, and of the CTAs of a cluster, are added in their order.
+// The sums over rows of a CTA's warps, and of a cluster's CTAs, are added in order.
 template <typename Element, int kTiles>
 __global__ void __launch_bounds__(kOuterThreads, 2) masked_outer_kernel(const __grid_constant__ OuterFactor args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kOuterThreads, 2) masked_outer_kernel(const __
     for (int i = 0; i < kOuterOfLane; ++i) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        // The instruction's upper rows are the even ranks, and its lower ones those behind them.
+        // The instruction's upper rows are the even ranks, and its lower rows the odd ranks after them.
         const int rank = lane / 4 * 2 + j / 2, column = (lane % 4 * 2 + j % 2) * kOuterOfLane + i;
         of_warps[warp][rank * kOuterColumns + column] = sums[tile][i][j];
       }
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kOuterThreads, 2) masked_outer_kernel(const __
       }
       static_cast<Element*>(args.out.data)[rank * args.out.row_stride + column] = from_float<Element>(args.scale * sum);
     }
-    cluster_sync();  // nobody overwrites sums, or exits, while the others still read them
+    cluster_sync();  // no CTA overwrites sums, or exits, while the others still read them
   }
 #endif
 }

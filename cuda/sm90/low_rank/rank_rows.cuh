@@ -14,14 +14,14 @@ namespace fused_mlp::sm90 {
 
 constexpr int kRankThreads = 256, kRankWarps = kRankThreads / 32;
 constexpr int kRankCluster = 8;   // CTAs that share k
-constexpr int kClusterRanks = 8;  // weight rows of a cluster: the N side of the tensor cores' instruction
-constexpr int kRankTokens = 16;   // rows of x in a tile: its M side
+constexpr int kClusterRanks = 8;  // weight rows per cluster: the N dimension of the tensor cores' instruction
+constexpr int kRankTokens = 16;   // rows of x per tile: its M dimension
 constexpr int kRankBlockK = 32;   // elements of k that a warp multiplies at a time
 constexpr int kRankTiles = kMostRankRows / kRankTokens;
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// d += a b, a [16, 16] and b [16, 8], as mma.sync has them.
+// Computes d += a b for a [16, 16] and b [16, 8], in the layout of mma.sync.
 template <typename Element>
 __device__ __forceinline__ void multiply_by_mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
                                                 uint32_t b0, uint32_t b1) {
@@ -40,7 +40,7 @@ __device__ __forceinline__ void multiply_by_mma(float (&d)[4], uint32_t a0, uint
   }
 }
 
-// Eight elements of a row, or zeros where there are none.
+// Returns eight elements of a row, or zeros outside the matrix.
 template <typename Element>
 __device__ __forceinline__ uint4 load_vector_of_row(const Matrix& matrix, int row, int rows, int column, int columns) {
   if (row >= rows || column >= columns) return make_uint4(0, 0, 0, 0);
@@ -49,8 +49,8 @@ __device__ __forceinline__ uint4 load_vector_of_row(const Matrix& matrix, int ro
 
 #endif
 
-// The sum over k does not depend on which element of k is which in an instruction, so each lane hands over eight
-// adjacent ones. The cluster's sums are added in the order of its ranks.
+// The sum over k is independent of the order of its elements within an instruction, so each lane passes eight adjacent
+// ones. The cluster's sums are added in the order of its ranks.
 template <typename Element>
 __global__ void __launch_bounds__(kRankThreads) rank_rows_kernel(const __grid_constant__ RankRows p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kRankThreads) rank_rows_kernel(const __grid_co
   const int begin = part * blocks / kRankCluster, end = (part + 1) * blocks / kRankCluster;
 
   allow_next_kernel();
-  {  // the weights, before x is there
+  {  // prefetch the weights before x is ready
     constexpr int kLine = 128 / sizeof(Element);
     const int row = first_rank + threadIdx.x % kClusterRanks;
     const int column = begin * kRankBlockK + threadIdx.x / kClusterRanks * kLine;

@@ -28,7 +28,7 @@ PyObject* is_negated = nullptr;
 PyObject* empty_like = nullptr;
 PyObject* is_profiled = nullptr;
 
-// True if a function, called with one argument or none, returns something true, or raises.
+// True if a function, called with one argument or none, returns a true value or raises.
 bool true_or_raises(PyObject* function, PyObject* argument = nullptr) {
   const Owned said(PyObject_CallFunctionObjArgs(function, argument, nullptr));
   return !said || PyObject_IsTrue(said.get()) != 0;
@@ -43,7 +43,7 @@ std::optional<DType> dtype_of(const dlpack::DataType& type) {
 
 bool is_dense(const dlpack::Tensor& vector) { return vector.sizes[0] == 1 || vector.strides[0] == 1; }
 
-// Reads an MLP off the operands of its op. False says that they do not fit; an error of Python's may then be set.
+// Reads an MLP from the operands of its op. False if they do not fit; a Python error may then be set.
 class Reader {
  public:
   Reader(const DirectForm& form, PyObject* operands) : form_(form), operands_(operands) {}
@@ -62,7 +62,7 @@ class Reader {
     return true;
   }
 
-  // Reads a norm of x, all of whose rows share a weight.
+  // Reads a norm of x whose weight is shared by all rows.
   bool read_norm_alone(PlainNorm* plain) {
     PlainMlp of_x{};
     if (!read_x(&of_x) || !read_norm(1, x_, &plain->norm)) return false;
@@ -72,7 +72,7 @@ class Reader {
     return plain->norm.weight.stride == 0 && plain->norm.bias.stride == 0;
   }
 
-  // Reads a norm of rows like those of a tensor from a place on.
+  // Reads a norm of rows like those of a tensor; its operands begin at `place`.
   bool read_norm_of(const dlpack::Tensor& x, Py_ssize_t place, Norm* norm) {
     x_ = x;
     return read_norm(place, x, norm);
@@ -80,7 +80,7 @@ class Reader {
 
   bool read_others(PlainMlp* mlp) { return read_layers(mlp) && (!form_.block || read_block(mlp)); }
 
-  // Makes the tensor of the result, whose sizes are those of x but for the last.
+  // Creates the tensor of the result, with the sizes of x except for the last.
   PyObject* new_result(int64_t out) const {
     static PyObject* const new_empty = PyUnicode_InternFromString("new_empty");
     // This takes two thirds of the time of new_empty (measured on a CPU).
@@ -100,8 +100,8 @@ class Reader {
 
   static constexpr int kX = 0, kFeatures = -1;
 
-  // Reads a tensor that is not empty; where it is not x, one with so many dimensions that has the device and the dtype
-  // of x. Features may have any, and be of float32.
+  // Reads a non-empty tensor. Except for x itself, it must have this many dimensions, and the device and the dtype of
+  // x. Features may have any number of dimensions, and be float32.
   bool read_tensor(PyObject* tensor, int dims, dlpack::Tensor* view) const {
     if (!read_directly(tensor, view)) return false;
     const bool wide = dims == kFeatures && view->dtype == dlpack::kFloat32;
@@ -110,7 +110,7 @@ class Reader {
     return alike;
   }
 
-  // Reads a weight that has so many inputs.
+  // Reads a weight with this many inputs.
   bool read_weight(Py_ssize_t place, int64_t in, Matrix* matrix, int64_t* out, bool* transposed) const {
     dlpack::Tensor weight;
     if (!read_tensor(at(place), 2, &weight) || weight.sizes[0] == 0 || weight.sizes[1] != in) return false;
@@ -121,7 +121,7 @@ class Reader {
     return true;
   }
 
-  // Reads a vector. None gives null.
+  // Reads a vector; null for None.
   bool read_vector(Py_ssize_t place, int64_t size, const void** data) const {
     *data = nullptr;
     if (at(place) == Py_None) return true;
@@ -131,7 +131,7 @@ class Reader {
     return true;
   }
 
-  // Reads layers whose weights are quantised.
+  // Reads layers with quantised weights.
   bool read_quantised(PlainMlp* mlp) {
     const Py_ssize_t biases = 1 + form_.weights, parts = form_.gated && !form_.packed ? 2 : 1;
     const PackedWeight* const weights = form_.quantised;
@@ -185,7 +185,7 @@ class Reader {
            read_vector(biases + parts, second.out, &second.bias);
   }
 
-  // Makes a layer of gate and up, which are packed in one, gated.
+  // Splits a layer that packs gate and up into one with both.
   bool split(DType dtype, PlainLayer* layer) {
     if (layer->out % 2 != 0) return false;
     layer->out /= 2;
@@ -213,7 +213,7 @@ class Reader {
     return true;
   }
 
-  // Reads what a norm has for each feature of rows like those of x, or of the residual. None gives nothing.
+  // Reads a norm's parameter per feature of rows like those of x, or of the residual; no features for None.
   bool read_features(Py_ssize_t place, const dlpack::Tensor& of, Features* features) const {
     *features = kNoFeatures;
     if (at(place) == Py_None) return true;
@@ -257,7 +257,7 @@ class Reader {
   const DirectForm& form_;
   PyObject* const operands_;
   dlpack::Tensor x_;
-  PackedWeight halves_[2];  // of one that holds gate and up
+  PackedWeight halves_[2];  // halves of a weight that packs gate and up
 };
 
 }  // namespace
@@ -292,7 +292,7 @@ bool read_directly(PyObject* tensor, dlpack::Tensor* view) {
 bool read_sizes(PyObject* tensor, dlpack::Tensor* view) {
   if (exchange == nullptr || !is_tensor(tensor)) return false;
   if (read_codes_directly(tensor, view) && view->dims > 0) return true;
-  PyErr_Clear();  // as of a tensor without memory
+  PyErr_Clear();  // for example for a tensor without memory
   return false;
 }
 
@@ -335,7 +335,7 @@ PyObject* norm_or_operands(PyObject* operands, bool followed) {
   Reader reader(kForm, operands);
   const bool fits = reader.read_norm_alone(&norm) && !PyErr_Occurred();
   if (!fits) {
-    is_answer();  // the module's own code says what is wrong
+    is_answer();  // the module's own code reports what is wrong
     return nullptr;
   }
   const auto left = [&] {
@@ -365,7 +365,7 @@ PyObject* call_directly(const DirectForm& form, PyObject* operands) {
                     !true_or_raises(is_profiled) && reader.read_others(&mlp) && !PyErr_Occurred() &&
                     succeeds([&] { compute = plan_direct(mlp); });
   if (!fits || !compute) {
-    is_answer();  // the op says what is wrong
+    is_answer();  // the op reports what is wrong
     return nullptr;
   }
   Owned out(reader.new_result(mlp.layers[mlp.count - 1].out));

@@ -23,9 +23,9 @@ constexpr bool kSumsBiases = true;  // SUMS_BIASES of autograd/norms.py
 constexpr bool kSumsBiases = false;
 #endif
 
-// Functions of torch: whether a gradient is many at once, whether the running backward runs a node, and whether it
-// keeps the graph; one that counts the references to an object; and an attribute, as are_unchanged() takes it, that is
-// so where no tangents are computed. They live as long as the process.
+// torch functions: whether a gradient is a batch of gradients, whether the running backward runs a node, and whether it
+// keeps the graph; one that counts the references to an object; and an attribute, as in are_unchanged(), that holds as
+// long as no tangents are computed. They live as long as the process.
 PyObject *is_batched, *will_run, *keeps_graph, *count_references, *no_tangents;
 
 // Attributes of a node.
@@ -43,10 +43,10 @@ const NodeNames& node_names() {
 
 using Found = std::vector<std::pair<Py_ssize_t, Tensor>>;  // gradients by the places of a node's inputs
 
-// Of a block: the places of the residual and of the norm's weight, and the number of all inputs (autograd/blocks.py).
+// Places of a block's residual and of its norm's weight among its inputs, and their number (autograd/blocks.py).
 enum BlockInput : Py_ssize_t { kResidual = kOperands, kNormWeight, kNormBias, kBlockInputs = 11 };
 
-// The arguments of a function; false where there are not so many.
+// Reads the arguments of a function; false if their number is wrong.
 template <size_t kCount>
 bool unpack(PyObject* given, PyObject* (&of)[kCount]) {
   if (PyTuple_Size(given) != kCount) PyErr_Format(PyExc_TypeError, "expected %d arguments, got %R", int{kCount}, given);
@@ -54,7 +54,7 @@ bool unpack(PyObject* given, PyObject* (&of)[kCount]) {
   return !PyErr_Occurred();
 }
 
-// True if nobody has to see how gradients are computed from one that comes in.
+// True if nothing has to observe how gradients are computed from an incoming one.
 bool is_unseen(PyObject* grad) {
   if (is_batched == nullptr || settings.handles == nullptr || settings.handles == Py_None || grad == Py_None ||
       aoti_torch_grad_mode_is_enabled())
@@ -65,7 +65,7 @@ bool is_unseen(PyObject* grad) {
   return truth(Owned(PyObject_CallFunctionObjArgs(is_batched, grad, nullptr)).get()) == kNo;
 }
 
-// True if the running backward is known to be for all gradients of a node.
+// True if the running backward is known to compute all gradients of a node.
 bool will_all_run(PyObject* ctx) {
   const Owned edges(PyObject_GetAttr(ctx, node_names().next_functions));
   for (Py_ssize_t i = 0, count = edges ? PyTuple_Size(edges.get()) : -1; i < count; ++i) {
@@ -76,13 +76,13 @@ bool will_all_run(PyObject* ctx) {
   return edges && !PyErr_Occurred();
 }
 
-// Takes an element of a tuple, which may be None.
+// Reads a tensor from a tuple; it may be None.
 bool take(PyObject* tuple, Py_ssize_t place, OptionalTensor* tensor) {
   PyObject* const given = PyTuple_GetItem(tuple, place);
   return given == Py_None || (given != nullptr && take_tensor(given, tensor, true));
 }
 
-// A node, by its ctx: which inputs need gradients, and what it has saved.
+// A node, from its ctx: which inputs need gradients, and the values that it has saved.
 struct Node {
   PyObject* const ctx;
   const Owned needs, saved;
@@ -96,7 +96,7 @@ struct Node {
   bool take_saved(Py_ssize_t place, OptionalTensor* tensor) const { return take(saved.get(), place, tensor); }
 };
 
-// The gradients of so many inputs, None of those that are not found.
+// Returns a tuple with a gradient per input, None for those that were not found.
 PyObject* placed(const Found& found, Py_ssize_t inputs) {
   std::vector<Tensor> tensors;
   for (const auto& [place, tensor] : found) tensors.push_back(tensor);
@@ -112,7 +112,7 @@ PyObject* placed(const Found& found, Py_ssize_t inputs) {
   return all.release();
 }
 
-// Computes gradients without the interpreter's lock; nullptr where that fails, and Python computes them anew.
+// Computes gradients without the interpreter's lock; nullptr if that fails, and Python then recomputes them.
 template <typename Compute>
 PyObject* computed(Py_ssize_t inputs, const Compute& compute) {
   Found found;
@@ -123,12 +123,13 @@ PyObject* computed(Py_ssize_t inputs, const Compute& compute) {
   return succeeded ? placed(found, inputs) : nullptr;
 }
 
-// The number of references to an element of a tuple that an object which nobody else knows has.
+// Returns the number of references to an object.
 Py_ssize_t references(PyObject* object) {
   const Owned count(PyObject_CallFunctionObjArgs(count_references, object, nullptr));
   return count ? PyLong_AsSsize_t(count.get()) : PY_SSIZE_T_MAX;
 }
 
+// True if a tuple holds the only reference to one of its elements.
 bool is_alone(PyObject* object) {
   static const Py_ssize_t least = [] {
     const Owned tuple(PyTuple_New(1));
@@ -144,7 +145,7 @@ class NodeOfMlp {
   explicit NodeOfMlp(PyObject* ctx)
       : ctx_(ctx), own_(PyObject_GetAttr(ctx, names().own)), how_(PyObject_GetAttr(ctx, names().how)) {}
 
-  // False where the node does not own its values: hooks have seen them, or they were freed.
+  // False if the node does not own its values: hooks have seen them, or they were freed.
   bool owns() const { return own_ && how_ && PyTuple_Check(own_.get()) && PyTuple_Size(own_.get()) == 2; }
 
   bool read(const Node& node) {
@@ -162,13 +163,13 @@ class NodeOfMlp {
     if (keeps == kYes) return true;
     in_place_ = gate_ && is_alone(PyTuple_GetItem(own_.get(), 0)) && is_alone(PyTuple_GetItem(own_.get(), 1));
     const Owned nothing(PyTuple_New(0));
-    return nothing && PyObject_SetAttr(ctx_, names().own, nothing.get()) == 0;  // what autograd saves it frees as well
+    return nothing && PyObject_SetAttr(ctx_, names().own, nothing.get()) == 0;  // autograd frees what it saves as well
   }
 
   Operand last_bias() const { return is_layer_ ? kBias : kSecondBias; }
 
-  // The gradients of operands for which there is a bit, found at their places. With them that of x, which may be
-  // another's than the node's input.
+  // Puts the gradients selected by `needs` at the operands' places, except that of x if x is not the node's input
+  // (`has_x`). Returns the gradient of x.
   OptionalTensor add(const Tensor& grad, int64_t needs, bool has_x, Found* found) {
     const auto& [x, weight, up_weight, second_weight, bias, up_bias] = operands_;
     began_ = true;
@@ -189,7 +190,7 @@ class NodeOfMlp {
     return of_x;
   }
 
-  // Hands the node to Python where there is no result.
+  // Returns the node to Python if there is no result.
   PyObject* or_left(PyObject* result) const {
     if (result != nullptr) return result;
     PyErr_Clear();
@@ -214,13 +215,13 @@ int64_t bits_of(const Node& node, Py_ssize_t first, Py_ssize_t last) {
   return bits;
 }
 
-// A norm as a node has saved it: its input, weight, bias, statistics and perhaps a mask, from a place on.
+// A norm as saved by a node: its input, weight, bias, statistics and perhaps a mask, from `place` on.
 struct NodeOfNorm {
   OptionalTensor x, weight, statistics, mask;
   double dropout = 0.0;
   int64_t code = 0;
 
-  // `how` begins with eps and the code; a probability of a dropout may follow.
+  // `how` begins with eps and the code; the probability of a dropout may follow.
   bool read(const Node& node, Py_ssize_t place, PyObject* how, bool has_dropout) {
     if (how == nullptr || !PyTuple_Check(how)) return false;
     code = PyLong_AsSsize_t(PyTuple_GetItem(how, 1));
@@ -232,7 +233,7 @@ struct NodeOfNorm {
   }
 };
 
-// The gradients of a norm of residual + dropout(x).
+// Gradients of a norm of residual + dropout(x).
 struct OfSum {
   OptionalTensor total, weight, bias, dropped, behind;
 

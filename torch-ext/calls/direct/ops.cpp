@@ -26,7 +26,7 @@ constexpr auto add_tensors = aoti_torch_cuda_add_Tensor;
 constexpr auto add_tensors = aoti_torch_cpu_add_Tensor;
 #endif
 
-// An operand as a parameter of an op's function: what is kept of it for the call, and whether it can be one.
+// An operand as a parameter of an op's function: the value kept for the call, and whether it can be read.
 template <typename Parameter>
 struct Operand;
 
@@ -84,7 +84,7 @@ struct Operand<std::optional<bool>> : ValueOperand<std::optional<bool>> {
   }
 };
 
-// A list, or a tuple, of what is kept of each element.
+// A list or tuple of the values kept for its elements.
 template <typename Element, typename Of>
 struct ListOperand {
   using Kept = std::vector<Element>;
@@ -120,8 +120,8 @@ PyObject* tensors_of(const std::tuple<Tensors...>& found) {
   return std::apply([](const auto&... each) { return tensors_of(std::vector<Tensor>{each...}); }, found);
 }
 
-// Calls an op's function into `*found`, where nothing has to see the call. False where the op is left to the
-// dispatcher: an error of Python's may then be set.
+// Calls an op's function into `*found`, if nothing has to observe the call. False if the dispatcher has to call the op;
+// a Python error may then be set.
 template <typename Result, typename... Parameters, size_t... kPlaces>
 bool call(Result (*op)(Parameters...), PyObject* operands, PyObject** found, std::index_sequence<kPlaces...>) {
   constexpr size_t kCount = sizeof...(Parameters);
@@ -145,8 +145,8 @@ bool call(Result (*op)(Parameters...), PyObject* operands, PyObject** found) {
   return call(op, operands, found, std::index_sequence_for<Parameters...>());
 }
 
-// x + mlp(norm(x)) and norm(residual + dropout(mlp(x))) as one call: the result, what the norm's op gives, and the
-// values of gate and, where there is one, up. `keep` is none where the MLP is a single layer.
+// x + mlp(norm(x)) and norm(residual + dropout(mlp(x))) as one call. They return the result, the results of the norm's
+// op, and the values of gate and, if it exists, up. `keep` is empty if the MLP is a single layer.
 std::vector<Tensor> pre_normed_forward(const Tensor& x, const Tensor& weight, const OptionalTensor& up_weight,
                                        const OptionalTensor& second_weight, const OptionalTensor& bias,
                                        const OptionalTensor& up_bias, const OptionalTensor& second_bias,
@@ -182,7 +182,7 @@ std::vector<Tensor> post_normed_forward(const Tensor& x, const Tensor& weight, c
   return found;
 }
 
-// Without a name of an op, what is left is None.
+// Without the name of an op, returns None for calls that the dispatcher has to make.
 template <auto kOp, PyObject* Names::* kName = nullptr>
 PyObject* past_dispatcher(PyObject*, PyObject* operands) {
   PyObject* found = nullptr;

@@ -6,12 +6,12 @@
 #include "../../operands/packed.h"
 #include "../../ops/norm.h"
 
-// An MLP, and what is around it in its block, as its kernels see it: without tensors, and checked.
+// An MLP and its block as the kernels see them: without tensors, and checked.
 namespace fused_mlp {
 
-// act(x weight^T + bias), times (x up_weight^T + up_bias) where there is one. Weights are [out, in], and their rows, as
-// the biases, have adjacent elements. Where `transposed`, memory holds them as [in, out], and the matrices describe
-// that. A bias may be null. Quantised weights are `packed`, and `up_packed`, in their place: null where there are none.
+// act(x weight^T + bias), times (x up_weight^T + up_bias) if there is an up weight. Weights are [out, in]; the elements
+// of their rows, and of the biases, are adjacent. If `transposed`, memory holds them as [in, out], which the matrices
+// describe. A bias may be null. `packed` and `up_packed` replace quantised weights; null if there are none.
 struct PlainLayer {
   Matrix weight, up_weight;
   bool transposed;
@@ -27,13 +27,13 @@ struct PlainMlp {
   Matrix x;
   int64_t rows, in;
   PlainLayer layers[2];
-  int count;  // how many layers there are
-  // A residual makes it the block of torch_binding.h; its data is null where there is none.
+  int count;  // number of layers
+  // A residual makes it the block of torch_binding.h; its data is null if there is none.
   Matrix residual;
   Norm first, last;
 };
 
-// A norm by itself, which norm.h has, of rows of x.
+// A standalone norm of rows of x, of a kind in norm.h.
 struct PlainNorm {
   DType dtype;
   int32_t device;
@@ -42,16 +42,16 @@ struct PlainNorm {
   Norm norm;
 };
 
-// Computes it into adjacent rows, on a GPU by torch's current stream. False where the op has to be called: on another
-// device than the current one.
+// Computes it into adjacent rows, on a GPU on torch's current stream. False if the op has to be called, because the
+// device is not the current one.
 bool norm_directly(const PlainNorm& norm, void* out);
 
-// True if there may be a plan for so many rows, whatever the layers are.
+// True if there may be a plan for this many rows, whatever the layers are.
 bool may_be_direct(DType dtype, int64_t rows);
 
-// Returns what computes an MLP into adjacent rows, on a GPU by torch's current stream. It is empty where the op has to
-// be called: there is no such code for its layers, or the MLP is on another device than the current one. Quantised
-// weights must live until it has computed.
+// Returns a function that computes an MLP into adjacent rows, on a GPU on torch's current stream. It is empty if the op
+// has to be called: its layers are not supported, or the MLP is not on the current device. Quantised weights must live
+// until it has run.
 std::function<void(void* out)> plan_direct(const PlainMlp& mlp);
 
 }  // namespace fused_mlp

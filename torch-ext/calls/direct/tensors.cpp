@@ -9,8 +9,8 @@
 namespace fused_mlp {
 namespace {
 
-// The functions of torch from a tensor of Python's to a handle of it, which is new and in a capsule, and from a list of
-// such to tensors. The function from one to a tensor leaks it (PyTorch 2.13).
+// torch's functions from a Python tensor to a new handle of it, in a capsule, and from a list of capsules to tensors.
+// The function from one capsule to a tensor leaks it (PyTorch 2.13).
 PyObject* to_handle() { return PyTuple_GetItem(settings.handles, 0); }
 PyObject* to_tensors() { return PyTuple_GetItem(settings.handles, 1); }
 

@@ -7,14 +7,14 @@
 
 namespace fused_mlp {
 
-// Tensors of Python's for functions of ops that are called past torch's dispatcher, by functions of torch that
+// Python tensors as operands and results of ops that are called past torch's dispatcher, through torch functions that
 // AOTInductor uses.
 
-// Takes a tensor. False where it is none, or torch's dispatcher would do more with it than to hand it on to the ops of
-// this build; an error of Python's may then be set. `seen`: it went through an op before, as what autograd saves.
+// Reads a tensor. False if it is not one, or torch's dispatcher would do more than pass it to the ops of this build; a
+// Python error may then be set. `seen`: it went through an op before, as values saved by autograd have.
 bool take_tensor(PyObject* given, OptionalTensor* tensor, bool seen = false);
 
-// A list of new tensors of Python's, of any but those that are not there; nullptr where an error of Python's is set.
+// Returns a list of new Python tensors; none may be missing. nullptr if a Python error is set.
 PyObject* tensors_of(const std::vector<Tensor>& found);
 
 }  // namespace fused_mlp

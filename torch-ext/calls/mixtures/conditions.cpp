@@ -8,7 +8,7 @@ namespace {
 
 enum Field : Py_ssize_t { kKind, kOwn, kParts, kCalled, kItems, kAttributes, kAbsent };
 
-// Returns the first answer but kYes that `ask` gives of an element of a tuple.
+// Returns the first answer of `ask` for an element of a tuple that is not kYes.
 template <typename Ask>
 Answer all(PyObject* tuple, const Ask& ask) {
   for (Py_ssize_t i = 0, count = PyTuple_Size(tuple); i < count; ++i) {
@@ -23,7 +23,7 @@ Answer is_bare_part(PyObject* part) {
   return state == nullptr ? kError : is_bare(part, state, true);
 }
 
-Answer is_absent(PyObject* named) {  // a name, and what must not have it
+Answer is_absent(PyObject* named) {  // (name, object that must not contain it)
   const int found = PySequence_Contains(PyTuple_GetItem(named, 1), PyTuple_GetItem(named, 0));
   return found < 0 ? kError : answer(found == 0);
 }

@@ -4,7 +4,7 @@
 
 namespace fused_mlp {
 
-// True if the conditions (models/experts/conditions.py) of a module hold.
+// True if the conditions of a module (models/experts/conditions.py) hold.
 Answer conditions_hold(PyObject* conditions, PyObject* module);
 
 }  // namespace fused_mlp

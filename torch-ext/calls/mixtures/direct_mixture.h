@@ -8,8 +8,8 @@
 
 namespace fused_mlp {
 
-// A router and the experts that it chooses from, without tensors of torch's, and checked as far as dtypes and devices
-// go. What is read of Python's tensors holds as long as these live.
+// A router and its experts, without torch tensors; dtypes and devices are checked. The pointers into Python's tensors
+// are valid as long as the tensors live.
 struct PlainMixture {
   DType dtype;
   int32_t device;
@@ -18,8 +18,8 @@ struct PlainMixture {
   dlpack::Tensor router, gate_up, down;
   std::optional<dlpack::Tensor> gate_up_bias, down_bias;
   int64_t top_k;
-  bool normalized, narrow;  // as top_k_router has them
-  // As sigmoid_router has them, where there is a bias.
+  bool normalized, narrow;  // as in top_k_router
+  // As in sigmoid_router, if there is a bias.
   std::optional<dlpack::Tensor> router_bias;
   int64_t groups, top_groups;
   double scaling;
@@ -27,11 +27,11 @@ struct PlainMixture {
   bool gated, interleaved, transposed;
   std::optional<double> limit;
   double up_offset;
-  Matrix residual;  // is added to the result; its data is null where there is none
+  Matrix residual;  // added to the result; its data is null if there is none
   Norm first;       // of x
 };
 
-// Computes it into adjacent rows, on a GPU by torch's current stream. False where ops have to be called. Throws where
+// Computes it into adjacent rows, on a GPU on torch's current stream. False if ops have to be called. Throws if
 // operands do not fit.
 bool mixture_directly(const PlainMixture& mixture, void* out);
 

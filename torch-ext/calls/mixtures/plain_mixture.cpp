@@ -23,8 +23,8 @@ PyObject* child(PyObject* state, PyObject* name) {
   return modules != nullptr && PyDict_Check(modules) ? item(modules, name) : nullptr;
 }
 
-// The record of a block by what transformers is set to for its experts; nullptr, which is no error, where there is
-// none.
+// Returns the record of a block for the implementation that transformers selected for its experts; nullptr without an
+// error if there is none.
 PyObject* record_of(PyObject* records, PyObject* module, PyObject* state) {
   const Owned key(PyLong_FromSsize_t(reinterpret_cast<Py_ssize_t>(module)));
   PyObject* const ways = key ? item(records, key.get()) : nullptr;
@@ -42,13 +42,13 @@ PyObject* record_of(PyObject* records, PyObject* module, PyObject* state) {
   return nullptr;
 }
 
-// True if calling a part would run its forward, or the fused one, and that is as it was recorded.
+// True if calling a part would run its forward, or the fused one, and it is unchanged since it was recorded.
 Answer runs_as_recorded(PyObject* part, PyObject* state, PyObject* conditions, bool recording) {
   const Answer bare = is_bare(part, state, recording, true);
   return bare == kYes ? conditions_hold(conditions, part) : bare;
 }
 
-// Reads a parameter of a module, and whether that needs a gradient, into a tuple.
+// Reads a parameter of a module into a tuple, and whether it needs a gradient.
 bool put_parameter(PyObject* state, PyObject* name, PyObject* dtype, PyObject* operands, Py_ssize_t place) {
   PyObject* parameter = Py_None;
   if (name != Py_None) {
@@ -64,7 +64,7 @@ bool read(PyObject* tensor, int dims, const dlpack::Tensor& x, dlpack::Tensor* v
   return read_directly(tensor, view) && view->dims == dims && view->dtype == x.dtype && view->device == x.device;
 }
 
-// Reads a bias of all experts, if there is one.
+// Reads the bias of all experts, if there is one.
 bool read_bias(PyObject* bias, const dlpack::Tensor& x, std::optional<dlpack::Tensor>* view) {
   return bias == Py_None || read(bias, 2, x, &view->emplace());
 }
@@ -82,7 +82,7 @@ enum Operand : Py_ssize_t {
   kOperands = kNorm + 4
 };
 
-// Reads what a router of sigmoids has besides.
+// Reads the further parameters of a sigmoid router.
 bool read_groups(PyObject* bias, PyObject* router, const dlpack::Tensor& x, PlainMixture* m) {
   PyObject* const groups = PyTuple_GetItem(router, kGroups);
   dlpack::Tensor& view = m->router_bias.emplace();
@@ -93,7 +93,7 @@ bool read_groups(PyObject* bias, PyObject* router, const dlpack::Tensor& x, Plai
          (view.dtype == dlpack::kFloat32 || view.dtype == x.dtype);
 }
 
-// Reads the operands. False says that they do not fit; an error of Python's may then be set.
+// Reads the operands. False if they do not fit; a Python error may then be set.
 bool read_mixture(PyObject* operands, PyObject* router, PyObject* form, PyObject* rounded, PlainMixture* m) {
   const auto at = [&](Py_ssize_t place) { return PyTuple_GetItem(operands, place); };
   dlpack::Tensor x, residual;
@@ -118,7 +118,7 @@ bool read_mixture(PyObject* operands, PyObject* router, PyObject* form, PyObject
   m->transposed = of_form(kTransposed) == Py_True;
   if (of_form(kLimit) != Py_None) m->limit = PyFloat_AsDouble(of_form(kLimit));
   m->up_offset = PyFloat_AsDouble(of_form(kUpOffset));
-  // The experts are those that the router chooses from, and give back rows as wide as those of x.
+  // There is one expert per router row, and the experts' output rows are as wide as those of x.
   const int64_t out = m->down.sizes[m->transposed ? 2 : 1];
   if (m->router.sizes[0] != m->gate_up.sizes[0] || m->router.sizes[1] != m->width || out != m->width) return false;
   if (PyTuple_GetItem(router, kGroups) != Py_None && !read_groups(at(kRouterBias), router, x, m)) return false;
@@ -134,7 +134,7 @@ bool read_mixture(PyObject* operands, PyObject* router, PyObject* form, PyObject
   return read_norm_directly(operands, kNorm, x, &m->first) && m->first.weight.stride == 0 && m->first.bias.stride == 0;
 }
 
-// True if a block is no more than the sum with a residual, of a norm or of nothing.
+// True if a block consists only of the sum with a residual, and perhaps the norm of its input.
 bool is_plain(const Block& block) {
   return block.modulation == Py_None && block.behind.empty() && block.last == Py_None && !block.wide &&
          PyFloat_CheckExact(block.factor) && PyFloat_AsDouble(block.factor) == 1.0;

@@ -9,12 +9,12 @@
 namespace fused_mlp {
 namespace {
 
-// The ways in which classes of layers hold their weights.
+// How classes of layers store their weights.
 enum Form : Py_ssize_t { kFourBits, kBlocked, kInt8, kRows, kTensor, kTiles };
 enum KnownField : Py_ssize_t { kUnchanged, kForm, kWeightClass };
 
 #if defined(CUDA_KERNEL)
-constexpr int32_t kDeviceType = 2;  // as DLPack numbers them
+constexpr int32_t kDeviceType = 2;  // DLPack's number
 #else
 constexpr int32_t kDeviceType = 1;
 #endif
@@ -26,7 +26,7 @@ bool is_false_or_absent(PyObject* state, PyObject* name) {
   return value == nullptr ? PyErr_Occurred() == nullptr : truth(value) == kNo;
 }
 
-// Reads what a dictionary holds.
+// Reads the contents of a dictionary.
 class Held {
  public:
   explicit Held(PyObject* dictionary) : dictionary_(dictionary) {}
@@ -34,10 +34,10 @@ class Held {
   PyObject* at(PyObject* name) const { return item(dictionary_, name); }
   bool lacks(PyObject* name) const { return at(name) == nullptr && PyErr_Occurred() == nullptr; }
 
-  // An integer, which is at least 1.
+  // Reads an integer of at least 1.
   bool integer(PyObject* name, int64_t* value) const { return positive(at(name), value); }
 
-  // An integer among those of a tuple or a list of two.
+  // Reads both integers of a tuple or list of two.
   static bool pair(PyObject* both, int64_t* first, int64_t* second) {
     const bool is_tuple = both != nullptr && PyTuple_Check(both);
     if (!is_tuple && (both == nullptr || !PyList_Check(both))) return false;
@@ -45,7 +45,7 @@ class Held {
     return PyObject_Size(both) == 2 && positive(place(0), first) && positive(place(1), second);
   }
 
-  // A tensor of torch's own class, of adjacent elements; of floats.
+  // Reads a contiguous tensor of floats, of torch's own class.
   bool floats(PyObject* name, PyObject* kind, int64_t count, int32_t device, const void** data) const {
     dlpack::Tensor view;
     PyObject* const tensor = at(name);
@@ -70,7 +70,7 @@ class Held {
   PyObject* dictionary_;
 };
 
-// The number in the tensor of an offset, if the host has waited for it once (models/parts/quantized.py).
+// Reads the number in an offset's tensor, if the host has already waited for it (models/parts/quantized.py).
 bool read_offset(PyObject* offset, double* value) {
   if (offset == nullptr || class_of(offset) != settings.tensor) return false;
   const Owned key(PyLong_FromSsize_t(reinterpret_cast<Py_ssize_t>(offset)));
@@ -104,7 +104,7 @@ bool read_nested(const Held& state, PackedWeight* w) {
   return true;
 }
 
-// Reads a layer of bitsandbytes of 4 bits.
+// Reads a four-bit layer of bitsandbytes.
 bool read_four_bits(const Held& layer, PyObject* weight, PyObject* dtype, PackedWeight* w) {
   const Names& n = names();
   if (layer.at(n.compute_dtype) != dtype || layer.at(n.compute_type_is_set) != Py_True) return false;
@@ -134,7 +134,7 @@ bool read_four_bits(const Held& layer, PyObject* weight, PyObject* dtype, Packed
   return nested == Py_False && state.floats(n.absmax, settings.tensor, w->blocks(), w->device, &w->scales);
 }
 
-// Reads values of FP8 or int8 that kernels take, as blocked_refusal() of dispatch.py says.
+// Reads FP8 or int8 values that kernels support, by the rule of blocked_refusal() in dispatch.py.
 bool read_values(PyObject* values, PackedWeight* w) {
   dlpack::Tensor data;
   if (!read_codes_directly(values, &data) || !is_on(data, data.device.index)) return false;
@@ -147,7 +147,7 @@ bool read_values(PyObject* values, PackedWeight* w) {
   return w->k % 64 == 0 && w->n % 8 == 0;
 }
 
-// Reads transformers' layer of FP8, with scales of blocks. Its product takes any dtype.
+// Reads a transformers FP8 layer with scales per block. Its product supports any dtype.
 bool read_blocked(const Held& layer, const Held& parameters, PyObject* weight, PackedWeight* w) {
   const Names& n = names();
   PyObject *const scheme = layer.at(n.activation_scheme), *const scales_of_x = parameters.at(n.activation_scale);
@@ -166,7 +166,7 @@ bool read_blocked(const Held& layer, const Held& parameters, PyObject* weight, P
   return parameters.floats(n.scale_inv, settings.parameter, w->blocks(), w->device, &w->scales);
 }
 
-// Reads values with a scale for each row, or one for all, which are of this class, and divided by a number.
+// Reads values with a scale per row, or one in all, that is of this class and divided by a number.
 bool read_rows(PyObject* values, const Held& holder, PyObject* scales, PyObject* kind, int64_t divisor,
                PackedWeight* w) {
   if (values == nullptr || !read_values(values, w)) return false;
@@ -176,7 +176,7 @@ bool read_rows(PyObject* values, const Held& holder, PyObject* scales, PyObject*
   return holder.floats(scales, kind, 1, w->device, &w->scales);
 }
 
-// Reads a layer of bitsandbytes of int8, whose first call moves values and scales from the weight into its state.
+// Reads an int8 layer of bitsandbytes, whose first call moves values and scales from the weight into its state.
 bool read_int8(const Held& layer, PyObject* weight, PackedWeight* w) {
   const Names& n = names();
   PyObject* const state = layer.at(n.of_matmul);
@@ -189,7 +189,7 @@ bool read_int8(const Held& layer, PyObject* weight, PackedWeight* w) {
   return read_rows(values, holder, n.int8_scales, settings.tensor, 127, w) && w->coding == Coding::kInt8;
 }
 
-// Reads a weight of torchao's. Products that round x to int8 are left.
+// Reads a torchao weight. Products that round x to int8 are not supported.
 bool read_tensor(PyObject* weight, PackedWeight* w) {
   const Names& n = names();
   PyObject* const state = state_of(weight);
@@ -205,7 +205,7 @@ bool read_tensor(PyObject* weight, PackedWeight* w) {
   return Held::pair(held.at(n.block_size), &rows, &columns) && columns == w->k && (rows == 1 || rows == w->n);
 }
 
-// Reads a weight of torchao's of int4 in tiles.
+// Reads a torchao weight of int4 in tiles.
 bool read_tiles(PyObject* weight, PackedWeight* w) {
   const Names& n = names();
   PyObject* const state = state_of(weight);
@@ -253,8 +253,8 @@ bool read(Form form, const Held& layer, const Held& parameters, PyObject* weight
   return false;
 }
 
-// Weights of int4 in tiles that kernels of few rows read, as _may_stream() of dispatch.py says. Their product rounds x
-// to bfloat16.
+// True if kernels for few rows read tiled int4 weights, by the rule of _may_stream() in dispatch.py. Their product
+// rounds x to bfloat16.
 Answer takes_tiles(const PackedWeights& weights, PyObject* x) {
   dlpack::Tensor view;
   if (!read_directly(x, &view) || !(view.dtype == dlpack::kBFloat16)) return PyErr_Occurred() ? kError : kNo;
@@ -305,7 +305,7 @@ Answer read_packed(PyObject* layer, PyObject* known, bool recording, PyObject* d
 
 Answer takes_rows(const PackedWeights& weights, PyObject* x) {
   if (weights.in_four_bits()) return kYes;
-  bool rounds = true;  // as _may_round_rows() of dispatch.py says
+  bool rounds = true;  // by the rule of _may_round_rows() in dispatch.py
   int64_t largest = 0;
   const Coding coding = weights.of[0].coding;
   if (coding == Coding::kInt4Tiles) return takes_tiles(weights, x);

@@ -7,7 +7,7 @@
 
 namespace fused_mlp {
 
-// The quantised weights of the projections of a call, in their order.
+// The quantised weights of the projections of a call, in order.
 struct PackedWeights {
   static constexpr int kMost = 3;
   PackedWeight of[kMost];
@@ -18,20 +18,20 @@ struct PackedWeights {
   }
 };
 
-// What is known of a linear layer of torch's by the class of its weight, or nullptr.
+// Returns the entry of one of torch's linear layers by the class of its weight, or nullptr.
 PyObject* known_by_weight(PyObject* layer);
 
-// Adds the quantised weight that a layer holds now, and puts its bias into a tuple, and into the place of the weight
-// what bitsandbytes' layers of 4 bits have there, or None.
-// The class of the layer is known by a tuple: (attributes that are as they were read, the form of such layers, the
-// class of their weights). kNo where Python has to read it, or its product is of another dtype than this one.
+// Appends the quantised weight that a layer currently holds, and puts its bias into a tuple; the weight's place in the
+// tuple gets the weight of a four-bit bitsandbytes layer, or None for other layers.
+// The entry of the layer's class is a tuple: (attributes that must be unchanged, the form of such layers, the class of
+// their weights). kNo if Python has to read the layer, or its product has another dtype than this one.
 //
-// It reads what models/parts/quantized.py reads, with the same answers.
+// It reads the same as models/parts/quantized.py, with the same answers.
 Answer read_packed(PyObject* layer, PyObject* known, bool recording, PyObject* dtype, PyObject* operands,
                    Py_ssize_t weight_place, Py_ssize_t bias_place, PackedWeights* weights);
 
-// True if these weights are of formats that go together, and are not left to their layers' own products of so many
-// rows, as those are that round x too.
+// True if these weights have compatible formats, and are not left to their layers' own products for this many rows,
+// which may round x too.
 Answer takes_rows(const PackedWeights& weights, PyObject* x);
 
 }  // namespace fused_mlp

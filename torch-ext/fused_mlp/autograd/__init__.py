@@ -1,1 +1,1 @@
-"""Calls as autograd sees them: an op forward, an op backward, and what is kept between them."""
+"""Autograd nodes of calls: an op forward, an op backward, and the values kept between them."""

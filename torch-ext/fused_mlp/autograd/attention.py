@@ -1,8 +1,9 @@
-"""Parts of an attention as autograd follows them: projections of one input, and rotary embeddings, a node each.
+"""Autograd nodes of parts of an attention: projections of one input, and rotary embeddings.
 
-The projections are torch's products, or on Hopper GPUs ours, which the host launches in less time. Their node adds up
-the gradient of the input by the products themselves, where autograd would add up those of the layers one by one, and
-sums the gradients of all biases in one kernel. A gradient that is differentiated in its turn is composed.
+The projections are torch's products, or on Hopper GPUs ours, which the host launches in less time. Their node
+accumulates the input's gradient in the products themselves, while autograd would add the layers' gradients one by one,
+and sums the gradients of all biases in one kernel. A gradient that is differentiated again is composed of torch
+operations.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from .. import dispatch
 from ..backends import native
 from . import nodes, training
 
-# Past torch's dispatcher where nothing has to see them there (torch-ext/calls/direct/ops.h).
+# Past torch's dispatcher, if nothing has to observe the ops (torch-ext/calls/direct/ops.h).
 _project, _plain_gradients, _rotate = (
     getattr(native.plain_modules, name, None) for name in ("projections_forward", "projections_backward", "rotary")
 )
 
-# Bound once: to look these up is a measurable part of a small call.
+# Bound once: this look-up is a measurable part of a small call.
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 class _Projections(torch.autograd.Function):
-    """The node of x, three weights and three biases, of which the last and any bias may be None."""
+    """Node of x, three weights and three biases; the last weight and any bias may be None."""
 
     @staticmethod
     def forward(ctx: Any, *operands: Any) -> Tuple[Tensor, ...]:
@@ -51,9 +52,9 @@ class _Projections(torch.autograd.Function):
 def gradients(
     ctx: Any, grads: Sequence[Optional[Tensor]], saved: nodes.Operands, needs: Sequence[bool], is_seen: bool
 ) -> Tuple[Optional[Tensor], ...]:
-    """The gradients of x, three weights and three biases, given those of the results, of a node that has saved these.
+    """Return the gradients of x, three weights and three biases, given those of the results and the saved operands.
 
-    ``is_seen`` is what ``training.is_gradient_seen`` says.
+    ``is_seen`` is the result of ``training.is_gradient_seen``.
     """
 
     def composed() -> List[Tensor]:
@@ -77,7 +78,7 @@ _record_projections = nodes.applied(_Projections, getattr(native.plain_modules, 
 def _composed(
     operands: Sequence[Optional[Tensor]], grads: Sequence[Optional[Tensor]], needs: Sequence[bool]
 ) -> List[Tensor]:
-    """The gradients by PyTorch's operations, which can be differentiated again."""
+    """Compute the gradients with torch operations, which can be differentiated again."""
     x, *weights = operands[:4]
     rows = [None if grad is None else grad.reshape(-1, grad.shape[-1]) for grad in grads]
     found = []
@@ -89,11 +90,11 @@ def _composed(
 
 
 class _Rotary(torch.autograd.Function):
-    """The node of queries, keys, cosines and sines, the last two of which have no gradient."""
+    """Node of queries, keys, cosines and sines; the last two have no gradient."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tuple[Tensor, ...]:
-        # By the attributes that the methods of these names set: set_materialize_grads(), save_for_backward().
+        # Set the attributes that set_materialize_grads() and save_for_backward() set.
         ctx.materialize_grads, ctx.to_save = False, (cos, sin)
         return tuple(_rotate(q, k, cos, sin, False))
 
@@ -104,7 +105,7 @@ class _Rotary(torch.autograd.Function):
         def composed() -> Tuple[Optional[Tensor], ...]:
             return tuple([None if grad is None else _turned_back(grad, *angles) for grad in grads])
 
-        # To ask if None is among them would compare tensors with it, by an exception each.
+        # A test with `in` would compare tensors with None, which raises an exception for each.
         if grads[0] is None or grads[1] is None or training.is_gradient_seen(grads[0]):
             return (*composed(), None, None)
         rotate = native.rotary if _dispatch_modes() else _rotate
@@ -112,7 +113,7 @@ class _Rotary(torch.autograd.Function):
 
 
 def _turned_back(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The gradient of what a rotary embedding was given, by PyTorch's operations."""
+    """Compute the gradient of a rotary embedding's input with torch operations."""
     low, high = (grad * sin.unsqueeze(1)).chunk(2, dim=-1)
     return grad * cos.unsqueeze(1) + torch.cat((high, -low), dim=-1)
 
@@ -121,14 +122,14 @@ _record_rotary = nodes.applied(_Rotary)
 
 
 def projected(is_followed: bool, operands: Tuple[Any, ...]) -> Sequence[Tensor]:
-    """The results of layers of one input: of x ``[..., in]``, three weights ``[out, in]`` and three biases ``[out]``.
+    """Return the results of layers of one input: x ``[..., in]``, three weights ``[out, in]``, three biases ``[out]``.
 
-    The third weight may be None, and every bias. ``is_followed``: autograd follows one of these.
+    The third weight and every bias may be None. ``is_followed``: autograd records one of the operands.
     """
     return _record_projections(*operands) if is_followed else _project(*operands)
 
 
 def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Sequence[Tensor]:
-    """Queries and keys ``[batch, heads, tokens, features]``, turned by angles ``[batch or 1, tokens, features]``."""
+    """Rotate queries and keys ``[batch, heads, tokens, features]`` by angles ``[batch or 1, tokens, features]``."""
     is_followed = training.is_recording() and (q.requires_grad or k.requires_grad)
     return _record_rotary(q, k, cos, sin) if is_followed else tuple(_rotate(q, k, cos, sin, False))

@@ -1,10 +1,10 @@
-"""Blocks of an MLP as autograd follows them: one node, whose forward and backward call the ops of the parts.
+"""Autograd nodes of MLP blocks: one node per block, whose forward and backward call the ops of the parts.
 
-They are ``x + dropout(mlp(norm(x)))`` and ``norm(residual + dropout(mlp(x)))``, where a single linear layer may stand
-for the MLP, as at the end of an attention. A node costs the host about as much as an op does, and small models wait for
-the host. The gradient of the residual is added in the kernel of the norm's gradient, so that no other reads and writes
-both. The norm of x, an operand of gradients of the MLP, is kept as eager PyTorch keeps it: ``M D`` values that a kernel
-of ``4 M D`` bytes could make again. A gradient that is differentiated in its turn is composed.
+The blocks are ``x + dropout(mlp(norm(x)))`` and ``norm(residual + dropout(mlp(x)))``. A single linear layer may replace
+the MLP, as at the end of an attention. A node costs the host about as much as an op, and small models are host-bound.
+The kernel of the norm's gradient also adds that of the residual, so that no other kernel reads and writes both. The
+norm of x, an operand of the MLP's gradients, is kept as in eager PyTorch: ``M D`` values that a kernel of ``4 M D``
+bytes could recompute. A gradient that is differentiated again is composed of torch operations.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch import Tensor
 from ..backends import native, reference
 from . import attention, nodes, norms, training
 
-# The nodes take the seven operands of ``training_forward``; the residual, or None where that is x; weight and bias of
-# the norm; and in a tuple, as torch looks long at each argument that is no tensor: eps and code of the norm
-# (torch-ext/ops/norm.h); the activation's code; ``up_first`` and ``keep`` of ``training_forward``, None of a single
-# layer; and the probability of a dropout, 0 for none. They are for calls that nothing traces or watches.
+# The nodes' operands are the seven of ``training_forward``; the residual, or None if it is x; weight and bias of the
+# norm; and one tuple, because torch spends time on each argument that is not a tensor: eps and code of the norm
+# (torch-ext/ops/norm.h); the activation's code; ``up_first`` and ``keep`` of ``training_forward``, None for a single
+# layer; and the probability of a dropout, 0 for none. They are for calls that nothing traces or observes.
 
-# Past torch's dispatcher, in one call; None where that has to see the ops (torch-ext/calls/direct/ops.h).
+# Past torch's dispatcher, in one call; None if it has to see the ops (torch-ext/calls/direct/ops.h).
 _pre_normed_forward, _post_normed_forward = (
     getattr(native.plain_modules, name, None) for name in ("pre_normed_forward", "post_normed_forward")
 )
 
 _compiled = (getattr(native.plain_modules, f"{name}_backward", None) for name in ("pre_normed", "post_normed"))
 
-# Bound once: to look it up is a measurable part of a small call.
+# Bound once: this look-up is a measurable part of a small call.
 _native_dropout = torch._VF.native_dropout
 
 
@@ -69,9 +69,9 @@ class _PreNormed(torch.autograd.Function):
         is_seen = training.is_gradient_seen(grad)
         if is_seen and x is not None:
             with torch.enable_grad():
-                saved = (reference.norm(*norm), *saved[1:])  # as autograd knows it
+                saved = (reference.norm(*norm), *saved[1:])  # recorded by autograd
         elif saved[0] is None:
-            saved = (x, *saved[1:])  # of the shape, which is all that is needed
+            saved = (x, *saved[1:])  # only its shape is needed
         behind = grad if mask is None else norms.dropout_gradient(grad, mask, dropout)
         asked = (of_x or needs[8] or needs[9], *of_layers)
         of_normed, *of_layers = training.gradients(ctx, behind, saved, _of_mlp(needs), asked, is_seen)[:7]
@@ -82,12 +82,12 @@ class _PreNormed(torch.autograd.Function):
 
 
 def _of_mlp(needs: Tuple[bool, ...]) -> nodes.Needs:
-    """The operands of the MLP that need gradients, the norm of x among them."""
+    """Return which operands of the MLP need gradients, the norm of x among them."""
     return (needs[0] or needs[8] or needs[9], *needs[1:7])
 
 
 class _PostNormed(torch.autograd.Function):
-    """Its second result is the sum, through which a gradient that is differentiated finds the residual."""
+    """Its second result is the sum, through which a gradient that is differentiated again reaches the residual."""
 
     @staticmethod
     def forward(ctx: Any, *block: Any) -> Tuple[Tensor, Tensor]:

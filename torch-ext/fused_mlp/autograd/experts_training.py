@@ -1,6 +1,6 @@
-"""The experts of a mixture as autograd follows them: one op forward and one backward, by the compiled ops.
+"""Autograd nodes of a mixture's experts: one op forward and one backward, by the compiled ops.
 
-What they do not take is composed (``experts``), and so is a gradient that is differentiated in its turn.
+Unsupported calls, and gradients that are differentiated again, are composed of torch operations (``experts``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _is_compiling = torch.compiler.is_compiling
 def refusal(
     given: Sequence[Optional[Tensor]], form: experts.Form, adapters: experts.Adapters = experts.NO_ADAPTERS
 ) -> Optional[str]:
-    """The reason why a call that autograd follows, of plain tensors, is not one op each way; None if it is."""
+    """Return the reason why a call of plain tensors under autograd is not one op each way; None if it is."""
     x, index, _, gate_up, down, *biases = given
     if adapters != experts.NO_ADAPTERS if _is_compiling() else training.is_transformed() or training.is_followed():
         return "a tracer, mode, hook or transform must see the separate operations"
@@ -39,23 +39,23 @@ def refusal(
     call = native.ExpertsCall(x, index, gate_up, down, form.interleaved, form.transposed, trained=True)
     refused = native.experts_refusal(call)
     if refused == "odd_features" and adapters == experts.NO_ADAPTERS and native.is_hopper(x):
-        return None  # run() fills them up
+        return None  # run() pads them
     return None if refused is None else plans.REFUSALS[refused]
 
 
 _BLOCK = 128  # sorted rows of one expert, as in cuda/gemm/grouped.h
 
 
-# More than torch would keep, as a part of trained weights: their gradients and an optimizer's state take far more.
+# Allowed excess over torch, as a part of trained weights, whose gradients and optimizer state take far more.
 _SPARE = 1 / 32
 
 
 def keeps_no_more(given: Sequence[Optional[Tensor]], form: experts.Form) -> bool:
-    """True if a call of which :func:`refusal` says nothing keeps no more for its backward than torch's grouped products
-    and pointwise gate: these keep the values before and after the activation, and the inputs of weights' gradients.
+    """True if a call that :func:`refusal` accepts keeps no more for its backward than torch's grouped products and
+    pointwise gate, which keep the values before and after the activation, and the inputs of the weights' gradients.
 
-    A call whose weights are all trained may keep :data:`_SPARE` of their size more. Of frozen weights the backward's
-    peak counts too, which is higher than torch's from twice as many rows as slots on (measured).
+    If all its weights are trained, a call may keep :data:`_SPARE` of their size more. With frozen weights the
+    backward's peak counts too, which was measured to exceed torch's from twice as many rows as slots on.
     """
     x, index, weights, gate_up, down = given[:5]
     is_trained = all(tensor is None or tensor.requires_grad for tensor in given[3:])
@@ -74,7 +74,7 @@ def keeps_no_more(given: Sequence[Optional[Tensor]], form: experts.Form) -> bool
 
 
 def factors_of(adapters: experts.Adapters) -> Tuple[List[Optional[Tensor]], List[float]]:
-    """The factors of both products' adapters, a and b of each, and their scalings, as the ops take them."""
+    """Return the factors a and b of both products' adapters, and their scalings, as the ops' arguments."""
     factors = [factor for adapter in adapters for factor in ((None, None) if adapter is None else adapter[:2])]
     return factors, [1.0 if adapter is None else float(adapter.scaling) for adapter in adapters]
 
@@ -82,7 +82,7 @@ def factors_of(adapters: experts.Adapters) -> Tuple[List[Optional[Tensor]], List
 def run(
     given: Sequence[Optional[Tensor]], form: experts.Form, adapters: experts.Adapters = experts.NO_ADAPTERS
 ) -> Tensor:
-    """The result of a call of which :func:`refusal` says nothing."""
+    """Return the result of a call that :func:`refusal` accepts."""
     x, index, *others = given
     if padded_experts.is_needed(given, form):
         return run(padded_experts.filled(given, form), form)[:, : x.shape[1]]
@@ -97,9 +97,9 @@ class _Experts(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *others: Any) -> Tensor:
         *factors, gate_up_bias, down_bias, index, form, scalings = others
         given = x, index, weights, gate_up, down, gate_up_bias, down_bias
-        keeps = ctx.needs_input_grad[2]  # what the gradient of gate_up is made of
+        keeps = ctx.needs_input_grad[2]  # for the gradient of gate_up
         out, sorted_x, of_gate_up, *rank_rows = native.experts_training_forward(*given, factors, scalings, *form, keeps)
-        # They belong to the node, where no hooks have to see what autograd saves: its backward may overwrite them.
+        # They belong to the node, if no hooks have to see what autograd saves: its backward may overwrite them.
         is_own = training._saved_tensors_hooks(False) is None
         ctx.form, ctx.scalings, ctx.own = form, scalings, (of_gate_up, None) if is_own else None
         kept = sorted_x if keeps else None, None if is_own else of_gate_up, *rank_rows
@@ -113,7 +113,7 @@ class _Experts(torch.autograd.Function):
         needs = ctx.needs_input_grad[:_OPERANDS]
         own, is_alone = ctx.own, False
         if own is not None and not training._keeps_graph():
-            ctx.own = ()  # what autograd saves it frees as well
+            ctx.own = ()  # autograd frees what it saves as well
             is_alone = training._are_alone(own) and not training._dispatch_modes()
         of_gate_up = of_gate_up if own is None else own[0]
         composed = (tuple(given), index, grad, needs, ctx.form, ctx.scalings)
@@ -133,9 +133,9 @@ class _Experts(torch.autograd.Function):
 
 
 class _Traced(torch.autograd.Function):
-    """The same for torch.compile, without adapters: what is kept is the graph's, and no gradient is differentiated.
+    """Node for torch.compile, without adapters: the graph owns the kept values, and no gradient is differentiated.
 
-    The backward is two calls: behind the first the graph frees what was kept of gates and ups.
+    The backward is two calls, so that the graph frees the kept values of gate and up after the first.
     """
 
     @staticmethod
@@ -166,9 +166,9 @@ class _Traced(torch.autograd.Function):
 
 
 _NO_FACTORS = ((None,) * 4, (1.0, 1.0))
-_BEFORE_SUMS, _BEHIND_SUMS = (1, 3, 5), (0, 2, 4)  # of x, shares, weights and biases: the gradients of each call
+_BEFORE_SUMS, _BEHIND_SUMS = (1, 3, 5), (0, 2, 4)  # gradients of each call, among x, shares, weights and biases
 _OF_SUMS, _BY_SUMS, _OF_TOKENS = 1 << 10, 1 << 11, 1 << 12  # as in cuda/experts/experts_training.cpp
-_OPERANDS = 10  # that may have gradients: x, its shares, two weights, four factors, two biases
+_OPERANDS = 10  # operands that may have gradients: x, its shares, two weights, four factors, two biases
 
 
 def _composed_gradients(
@@ -179,7 +179,7 @@ def _composed_gradients(
     form: experts.Form,
     scalings: Sequence[float],
 ) -> Tuple[Tensor, ...]:
-    """The gradients by PyTorch's operations, which can be differentiated again."""
+    """Compute the gradients with torch operations, which can be differentiated again."""
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         given = tuple(tensor if tensor is None else tensor.view_as(tensor) for tensor in given)
@@ -193,7 +193,7 @@ def _composed_gradients(
 
 
 class _Adapter(NamedTuple):
-    """The part of an ``Adapter`` that experts have."""
+    """The fields of ``Adapter`` that experts use."""
 
     a: Tensor
     b: Tensor

@@ -1,7 +1,7 @@
-"""The operands that a node of autograd of an op of ``training`` saves, and the gradients that a backward asks it for.
+"""Operands that the autograd nodes of ``training`` save, and gradients that a backward has to compute.
 
-It saves nothing that eager PyTorch would not: an optimizer, or a sum in place, may change the rest before the backward.
-``needs`` says which of the operands want a gradient, in their order.
+A node saves nothing that eager PyTorch would not: an optimizer or an in-place sum may change the rest before the
+backward. ``needs`` says which operands need a gradient, in their order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..backends import native, strides
 Operands = Tuple[Optional[Tensor], ...]
 Needs = Tuple[bool, ...]
 
-# Bound once: to look these up is a measurable part of a small call.
+# Bound once: these look-ups are a measurable part of a small call.
 _is_compiling, _is_traced = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling
 _will_run = torch._C._will_engine_execute_node
 
@@ -30,11 +30,11 @@ _LITTLE_WORK = 1 << 20  # multiplications
 
 
 class Saved(NamedTuple):
-    """The choice of what is saved for a backward that may be asked for certain gradients.
+    """The values saved for a backward that may have to compute certain gradients.
 
-    ``operands`` takes this from all operands with None behind them, by their ``places``. ``gate`` and ``up`` say
-    whether their values before the activation are, and ``lost`` are the places of operands that have gradients, but are
-    not saved. Compiled code reads the fields by their places (torch-ext/calls/saving.cpp).
+    ``operands`` selects them, by their ``places``, from all operands followed by None. ``gate`` and ``up`` say whether
+    their values before the activation are saved; ``lost`` are the places of operands that need gradients but are not
+    saved. Compiled code reads the fields by position (torch-ext/calls/saving.cpp).
     """
 
     operands: Callable[[Operands], Operands]
@@ -46,7 +46,7 @@ class Saved(NamedTuple):
 
 @functools.cache
 def saved(needs: Needs, keep: Optional[bool]) -> Saved:
-    """``keep``: None for linear layers of one input, which save that and their weights."""
+    """Return what is saved. ``keep`` is None for linear layers of one input, which save the input and their weights."""
     x, weight, up_weight, second_weight, bias, *_ = needs = needs[:7]
     if keep is False:
         places = (0, 1, 2, 3, 4, 5, -1)
@@ -69,15 +69,15 @@ if native.plain_modules is not None:
 
 
 def applied(kind: type, compiled: Optional[Callable[..., Any]] = None) -> Callable[..., Any]:
-    """The ``apply`` of a node without what torch's own does before it in Python, for operands of transforms.
+    """Return the ``apply`` of a node, without the Python code that torch's own runs first for operands of transforms.
 
-    ``compiled`` computes the gradients in place of the node's ``backward`` where it can (torch-ext/calls/direct/
-    gradients.h). The engine calls the two without what torch's own way does before that in Python.
+    ``compiled`` computes the gradients instead of the node's ``backward`` where it can (torch-ext/calls/direct/
+    gradients.h). The engine calls both without the Python code that torch's own path runs first.
     """
     backward = kind.backward
 
     def both(ctx: Any, *grads: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
-        found = None if _is_traced() else compiled(ctx, *grads)  # Dynamo cannot look into compiled code
+        found = None if _is_traced() else compiled(ctx, *grads)  # Dynamo cannot trace compiled code
         return backward(ctx, *grads) if found is None else found
 
     if compiled is not None:
@@ -87,7 +87,7 @@ def applied(kind: type, compiled: Optional[Callable[..., Any]] = None) -> Callab
 
 
 def layout(inputs: Tuple[Any, ...], needs: Needs) -> int:
-    """Return the bits of ``needs`` in backward.h that say which gradients lie column by column."""
+    """Return the bits of ``needs`` in backward.h that say which gradients have adjacent columns."""
     x, weight, up_weight = inputs[:3]
     bits = 0
     if needs[0] and not x.is_contiguous() and strides.is_by_column(x, needs[1 if up_weight is None else 2]):
@@ -100,10 +100,10 @@ def layout(inputs: Tuple[Any, ...], needs: Needs) -> int:
 
 
 def asked(ctx: Any, grad: Tensor, operands: Operands) -> Needs:
-    """Return which of the gradients that operands require the running backward is for.
+    """Return which of the required gradients the running backward computes.
 
-    That of a bias is computed along with its weight's. Of a leaf that autograd.grad is given torch raises an error
-    rather than say yes, which takes as long as little work: then the others are computed as well.
+    A bias's gradient is computed along with its weight's. For a leaf given to autograd.grad, torch raises an error
+    instead of returning True, which takes as long as a little work; then the other gradients are computed as well.
     """
     needs = ctx.needs_input_grad[:7]
     if _is_compiling() or _will_all_run(ctx):
@@ -122,20 +122,20 @@ def asked(ctx: Any, grad: Tensor, operands: Operands) -> Needs:
 
 
 def _will_all_run(ctx: Any) -> bool:
-    """True if the running backward is known to be for all gradients, as most are."""
+    """True if the running backward is known to compute all gradients, as most do."""
     try:
         for node, _ in ctx.next_functions:
             if node is not None and not _will_run(node):
                 return False
-    except RuntimeError:  # of a leaf that autograd.grad is given
+    except RuntimeError:  # for a leaf given to autograd.grad
         return False
     return True
 
 
 def executed(ctx: Any, needs: Needs) -> Needs:
-    """Return which of the gradients that operands require the running backward is for; ``needs`` are the last inputs.
+    """Return which of the required gradients the running backward computes; ``needs`` are the last inputs.
 
-    Of a leaf that autograd.grad is given torch raises an error rather than say yes.
+    For a leaf given to autograd.grad, torch raises an error instead of returning True.
     """
     nodes = (node for node, _ in ctx.next_functions if node is not None)
     found = []
@@ -150,13 +150,13 @@ def executed(ctx: Any, needs: Needs) -> Needs:
 
 
 def _next_nodes(ctx: Any) -> Dict[int, Any]:
-    """The nodes that gradients go to, by the places of their operands."""
+    """Return the nodes that gradients flow to, by the places of their operands."""
     nodes = (node for node, _ in ctx.next_functions if node is not None)
     return dict(zip(itertools.compress(range(7), ctx.needs_input_grad), nodes))
 
 
 def variables(ctx: Any, operands: Operands) -> Operands:
-    """The operands for a gradient that is differentiated: those that are not saved without their values."""
+    """Return the operands for a gradient that is differentiated again; unsaved ones without their values."""
     found = list(operands)
     for place, node in _next_nodes(ctx).items():
         if found[place] is None or (place > 0 and not found[place].requires_grad):
@@ -166,7 +166,7 @@ def variables(ctx: Any, operands: Operands) -> Operands:
 
 
 class _Edge(torch.autograd.Function):
-    """A tensor of the shape of another, and with the gradients of that, but neither its values nor its memory."""
+    """A tensor with another tensor's shape and gradients, but neither its values nor its memory."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class _Edge(torch.autograd.Function):
 
 
 def edges(inputs: Tuple[Any, ...], lost: Tuple[int, ...]) -> Dict[int, Tensor]:
-    """Stand-ins for those of the lost operands that no node of autograd knows."""
+    """Return stand-ins for the lost operands that are not leaves."""
     found = {}
     for place in lost:
         if not inputs[place].is_leaf:

@@ -1,7 +1,7 @@
-"""A norm by itself, or of a sum, as autograd follows it: one op forward and one backward.
+"""Autograd nodes of a standalone norm and of the norm of a sum: one op forward and one backward.
 
-The forward saves its input and two numbers of a row at most. The backward adds the gradient of the residual, where the
-input of the norm is that too, in the same kernel. A gradient that is differentiated in its turn is composed.
+The forward saves its input and at most two numbers per row. If the norm's input is also the residual, the backward adds
+the residual's gradient in the same kernel. A gradient that is differentiated again is composed of torch operations.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from .._ops import add_op_namespace_prefix
 from ..backends import native, reference
 from . import nodes, training
 
-# Past torch's dispatcher where nothing has to see them there (torch-ext/calls/direct/ops.h).
+# Past torch's dispatcher, if nothing has to observe the ops (torch-ext/calls/direct/ops.h).
 _plain_forward, _plain_sum_forward, _plain_backward = (
     getattr(native.plain_modules, name, None) for name in ("norm_forward", "sum_norm_forward", "norm_backward")
 )
 
 SUMS_BIASES = native.DEVICE_TYPE == "cuda"  # the backward of a norm of a sum also sums the gradient of a bias
 
-# Bound once: to look these up is a measurable part of a small call.
+# Bound once: these look-ups are a measurable part of a small call.
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_compiling = torch.compiler.is_compiling
 
 
 class Given(NamedTuple):
-    """The operands of a norm: x ``[..., features]``, weight and bias ``[features]``, and what the op is told besides.
+    """Operands of a norm: x ``[..., features]``, weight and bias ``[features]``, and the op's other arguments.
 
-    ``code`` is one of torch-ext/ops/norm.h. ``rounded``: what is normed is rounded before the weight multiplies it.
+    ``code`` is one of torch-ext/ops/norm.h. ``rounded``: normalised values are rounded before the product with the
+    weight.
     """
 
     x: Tensor
@@ -44,7 +45,7 @@ class Given(NamedTuple):
 
 
 def run(given: Tuple[Any, ...]) -> Tensor:
-    """The norm of :class:`Given` by the compiled op, whether autograd follows it or not."""
+    """Compute the norm of :class:`Given` by the compiled op, with or without autograd."""
     if training.is_recording():
         for tensor in given[:3]:
             if tensor is not None and tensor.requires_grad:
@@ -74,9 +75,9 @@ def gradients(
     needs: Tuple[bool, ...],
     is_seen: bool,
 ) -> Tuple[Optional[Tensor], ...]:
-    """The gradients of x, weight and bias; to that of x the residual's, which is x too, is added.
+    """Return the gradients of x, weight and bias. The gradient of x includes that of the residual, which is x too.
 
-    ``is_seen`` is what ``training.is_gradient_seen`` says.
+    ``is_seen`` is the result of ``training.is_gradient_seen``.
     """
 
     def composed() -> Tuple[Tensor, ...]:
@@ -97,7 +98,7 @@ def gradients(
 def _composed(
     given: Given, grad: Tensor, residual_grad: Optional[Tensor], needs: Tuple[bool, ...]
 ) -> Tuple[Tensor, ...]:
-    """The gradients by PyTorch's operations, which can be differentiated again."""
+    """Compute the gradients with torch operations, which can be differentiated again."""
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         tensors = [tensor if tensor is None else tensor.view_as(tensor) for tensor in given[:3]]
@@ -120,7 +121,7 @@ class _Norm(torch.autograd.Function):
 
 
 class OfSum(NamedTuple):
-    """A norm of ``residual + dropout(x)``, as its backward has it: of the sum, with the mask of an active dropout."""
+    """A norm of ``residual + dropout(x)`` as saved for its backward: the sum, and the mask of an active dropout."""
 
     total: Tensor
     weight: Optional[Tensor]
@@ -135,7 +136,7 @@ class OfSum(NamedTuple):
 def sum_gradients(
     norm: OfSum, grad: Optional[Tensor], sum_grad: Optional[Tensor], needs: Tuple[bool, ...]
 ) -> Tuple[Optional[Tensor], ...]:
-    """The gradients of x, of the residual, of weight and bias, and of a bias that x has been added.
+    """Return the gradients of x, of the residual, of weight and bias, and of a bias that was added to x.
 
     One of the gradients of the norm and of the sum may be None.
     """
@@ -168,13 +169,13 @@ def sum_gradients(
 
 
 def dropout_gradient(grad: Tensor, mask: Tensor, dropout: float) -> Tensor:
-    """The gradient of what an active dropout of this mask and probability was given."""
+    """Return the gradient of the input of an active dropout with this mask and probability."""
     return torch.ops.aten.native_dropout_backward(grad, mask, 1.0 / (1.0 - dropout))
 
 
 @functools.cache
 def _wanted(needs: Tuple[bool, ...], drops: bool) -> Tuple[Tuple[bool, ...], int]:
-    """The gradients that the op of the backward is asked for, in its order, and their bits."""
+    """Return the gradients that the op of the backward has to compute, in its order, and their bits."""
     of_x, of_residual, of_weight, of_bias, of_behind = needs
     wanted = of_residual or (of_x and not drops), of_weight, of_bias, of_x and drops, of_behind
     return wanted, sum(want << place for place, want in enumerate(wanted))

@@ -1,7 +1,8 @@
-"""Experts whose features are no multiples of 8, as experts whose features are: copies that zeros fill up.
+"""Padding of experts whose features are not multiples of 8, with copies filled up with zeros.
 
-Products of rows that begin at any byte take up to several times as long, one for each expert, as a copy of the weights.
-Zeros change no sum: what an activation makes of them is multiplied by the zeros of the second weight.
+Without padding, each expert is a product whose rows begin at arbitrary bytes. These products take up to several times
+as long as a copy of the weights. Zeros change no sum: an activation of them is multiplied by zeros of the second
+weight.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ _STEP = 8  # elements of 16 bytes
 
 
 def is_needed(given: Sequence[Optional[Tensor]], form: experts.Form) -> bool:
-    """True if the operands of a call have to be filled up."""
+    """True if the operands of a call need padding."""
     return any(_lacking(given, form))
 
 
 def filled(given: Sequence[Optional[Tensor]], form: experts.Form) -> Tuple[Optional[Tensor], ...]:
-    """The operands, filled up. Of the result the first columns are those of the call."""
+    """Return the padded operands. The first columns of their result are the result of the call."""
     x, index, weights, gate_up, down, gate_up_bias, down_bias = given
     features, hidden = _lacking(given, form)
     parts = 2 if form.gated and not form.interleaved else 1
@@ -41,5 +42,5 @@ def filled(given: Sequence[Optional[Tensor]], form: experts.Form) -> Tuple[Optio
 
 
 def _lacking(given: Sequence[Optional[Tensor]], form: experts.Form) -> Tuple[int, int]:
-    """The features, and hidden features, that are lacking."""
+    """Return the numbers of features and of hidden features to add."""
     return -given[0].shape[1] % _STEP, -given[4].shape[1 if form.transposed else 2] % _STEP

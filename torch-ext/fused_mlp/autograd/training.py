@@ -1,8 +1,8 @@
-"""Calls that autograd follows: one op forward and one backward, by the compiled ops.
+"""Autograd nodes of calls: one op forward and one backward, by the compiled ops.
 
-The forward keeps the values before the activation ("activations"), or nothing but its operands ("recompute"), and of
-both what a gradient needs that may be asked for. The backward computes those that are. A gradient that is
-differentiated in its turn is composed.
+The forward keeps the values before the activation ("activations"), or only its operands ("recompute"); of either, only
+what a possible gradient needs. The backward computes the gradients that are needed. A gradient that is differentiated
+again is composed of torch operations.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from .nodes import Operands
 KEPT, RECOMPUTED = MEMORY = ("activations", "recompute")
 
 _forward, _backward = native.training_forward, native.training_backward
-# Past torch's dispatcher where nothing has to see them there (torch-ext/calls/direct/ops.h), for calls that nothing
+# Past torch's dispatcher, if nothing has to observe the ops (torch-ext/calls/direct/ops.h), for calls that nothing
 # traces.
 _plain_forward, _plain_backward, _plain_backward_in_place = (
     getattr(native.plain_modules, f"training_{name}", None) for name in ("forward", "backward", "backward_")
 )
 
-# Sets what :func:`gradients` reads of a node (torch-ext/calls/saving.h), in compiled code.
+# Sets the attributes of a node that :func:`gradients` reads (torch-ext/calls/saving.h), in compiled code.
 save, _compiled_backward = (getattr(native.plain_modules, name, None) for name in ("save", "recorded_backward"))
 
-# Bound once: to look these up is a measurable part of a small call.
+# Bound once: these look-ups are a measurable part of a small call.
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 is_transformed = torch._C._are_functorch_transforms_active
 _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
@@ -57,20 +57,20 @@ def is_recording() -> bool:
 
 
 def is_as_recorded(module: Any, x: Tensor) -> bool:
-    """True if a call of a module on x, which autograd does not record, is to have the bits of one that it does.
+    """True if a call of a module on x that autograd does not record must have the bits of one that it does.
 
-    So it is under ``no_grad`` in training mode: who compares the two, as by ratios of probabilities, or repeats one as
-    the other, as a reentrant checkpoint does, takes them to be the same. In eval mode, and in inference mode, a call
-    takes the fastest kernels.
+    This is so under ``no_grad`` in training mode. Code that compares such calls, for example by ratios of
+    probabilities, or repeats one as the other, as a reentrant checkpoint does, assumes that they are equal. In eval
+    mode, and in inference mode, a call runs the fastest kernels.
     """
     is_off = not _is_grad_enabled() and module.training and not (_is_compiling() or _is_inference())
     return is_off and not (x.is_inference() or is_transformed() or is_followed() or _tracing_state() is not None)
 
 
 def as_recorded(compute: Callable[[Tensor], Any], x: Tensor) -> Any:
-    """``compute(x)`` as autograd records it, which has no gradient. Autograd is off, and stays off."""
+    """Run ``compute(x)`` as autograd would record it, without a gradient. Autograd is off, and stays off."""
     given = x.detach().requires_grad_() if x.is_floating_point() else x
-    _set_grad_enabled(True)  # a context manager of torch takes several times as long
+    _set_grad_enabled(True)  # torch's context manager takes several times as long
     try:
         found = compute(given)
     finally:
@@ -84,28 +84,29 @@ def is_followed() -> bool:
 
 
 def is_gradient_seen(grad: Tensor) -> bool:
-    """True if somebody has to see how a gradient is computed from the one that comes in, so that no kernel does it.
+    """True if the computation of a gradient from the incoming one has to be observable, so that no kernel may do it.
 
-    It is differentiated in its turn, by create_graph or a tangent on what comes in, or computed for many at once.
+    The gradient is differentiated again, by create_graph or a tangent of the incoming one, or many are computed at
+    once.
     """
     if _is_grad_enabled():
         return True
-    if _is_compiling():  # which can ask none of the others
+    if _is_compiling():  # the other checks do not work there
         return False
     return is_transformed() or _is_batched(grad) or forward_ad._current_level >= 0
 
 
 def check_memory(memory: str) -> None:
-    """Raises ValueError for what is none of :data:`MEMORY`."""
+    """Raise ValueError for anything outside :data:`MEMORY`."""
     if memory not in MEMORY:
         raise ValueError(f"memory must be one of {', '.join(map(repr, MEMORY))}, got {memory!r}")
 
 
 def refusal(op: str, activation: int) -> Optional[str]:
-    """The reason why a call that autograd follows is not one op, or None if it can be.
+    """Return the reason why a call under autograd is not one op, or None if it can be.
 
-    Of one layer alone an op saves next to nothing but on a CPU, and it would keep more than eager does where that keeps
-    an activation's result; of any, where there is no activation that would be fused.
+    For a single layer, an op saves next to nothing except on a CPU, and it would keep more than eager if eager keeps
+    the activation's result. For any call, it saves nothing without an activation to fuse.
     """
     is_left = op == "linear" and (native.DEVICE_TYPE != "cpu" or activation not in _WITH_INPUT_KEPT)
     is_left = is_left or activation == NO_ACTIVATION
@@ -113,7 +114,7 @@ def refusal(op: str, activation: int) -> Optional[str]:
 
 
 def kept(op: str, given: Operands, memory: str) -> Tuple[Tuple[str, ...], int]:
-    """The names of the values that the forward keeps beside its operands, and their size in bytes."""
+    """Return the names of the values that the forward keeps beside its operands, and their size in bytes."""
     given = _full(op, given)
     if not keeps(given, memory):
         return (), 0
@@ -127,10 +128,10 @@ def kept(op: str, given: Operands, memory: str) -> Tuple[Tuple[str, ...], int]:
 
 
 def recorded_elements(op: str, given: Operands, activation: int, memory: str) -> Optional[int]:
-    """The number of hidden values of a call, which decides if its op saves time; None if it recomputes.
+    """Return the number of hidden values of a call, which decides if its op saves time; None if it recomputes.
 
-    By one whose activation is as cheap as ReLU, which keeps its result, an op without a gate saves much less: so many
-    values count for one.
+    With an activation as cheap as ReLU, which keeps its result, an ungated op saves much less: then as many values as
+    :data:`SHARES` says count as one.
     """
     if memory == RECOMPUTED:
         return None
@@ -143,9 +144,9 @@ def _share(op: str, activation: int) -> int:
 
 
 def least_rows(op: str, gated: bool, activation: int, weight: Tensor, memory: str, composite: bool = False) -> int:
-    """The number of rows from which on a call with this first weight [hidden, in] is one op where autograd follows.
+    """Return the least number of rows at which a call with this first weight [hidden, in] is one op under autograd.
 
-    ``composite``: the parts are many operations of torch, as ``dispatch.WORK_OF_MANY`` has it.
+    ``composite``: the parts are many torch operations, in the sense of ``dispatch.WORK_OF_MANY``.
     """
     hidden, width = weight.shape
     if memory == RECOMPUTED or weight.numel() == 0:
@@ -157,27 +158,27 @@ def least_rows(op: str, gated: bool, activation: int, weight: Tensor, memory: st
 
 
 def is_left_to_compiler(op: str, x: Tensor, weight: Tensor, memory: str) -> bool:
-    """True if torch.compile makes faster code of an MLP that autograd follows than an op is, by the sizes it traces.
+    """True if torch.compile makes faster code of an MLP under autograd than an op is, judged by the traced sizes.
 
-    One that is to save memory, or for which a backend is forced, is never left.
+    Never true for an MLP that saves memory, or with a forced backend.
     """
     if op != "mlp" or memory != KEPT or dispatch._open_blocks[-1].name != "auto":
         return False
     work = math.prod(x.shape[:-1]) * weight.numel()
-    if isinstance(work, torch.SymInt):  # to compare it would trace again for the other side of the bound
+    if isinstance(work, torch.SymInt):  # comparing it would trace again for the other side of the bound
         work = work.node.hint
     return work is not None and work < dispatch.LEAST_COMPILED
 
 
 def least_compiled_rows(op: str, weight: Tensor, memory: str) -> int:
-    """The number of rows from which on such an MLP with this first weight [hidden, in] is not left."""
+    """Return the least number of rows at which such an MLP with this first weight [hidden, in] is an op."""
     if op != "mlp" or memory != KEPT or weight.numel() == 0:
         return 1
     return -(-dispatch.LEAST_COMPILED // weight.numel())
 
 
 def is_left_to_parts(op: str, given: Operands, activation: int, memory: str) -> bool:
-    """Return whether a call that autograd follows takes less time by its parts, or is none of those that are one op."""
+    """True if a call under autograd is faster by its parts, or is not one of those that are one op."""
     if refusal(op, activation) is not None:
         return True
     x = given[0]
@@ -185,7 +186,7 @@ def is_left_to_parts(op: str, given: Operands, activation: int, memory: str) -> 
 
 
 def products(op: str, given: Operands, activation: int, memory: str) -> Tuple[plans.Part, ...]:
-    """The plans of the training GEMMs that have an epilogue."""
+    """Return the plans of the training GEMMs that have an epilogue."""
     given = _full(op, given)
     keep = keeps(given, memory)
     return () if keep and is_first_frozen(*given) else native.plan_training(given, activation, keep)
@@ -194,10 +195,10 @@ def products(op: str, given: Operands, activation: int, memory: str) -> Tuple[pl
 def run(
     op: str, given: Operands, activation: int, memory: str, up_first: Optional[bool] = None, is_quiet: bool = False
 ) -> Tensor:
-    """The result of a function of this package on its operands, followed by autograd.
+    """Return the result of one of this package's functions under autograd.
 
-    ``up_first``, of ``gated_mlp``: the first weight and bias hold gate and up, in the order that it tells, and the
-    second weight may be None. ``is_quiet``: nothing traces the call or watches its operations, as the caller knows.
+    ``up_first``, for ``gated_mlp``: the first weight and bias hold gate and up, in the order that it says, and the
+    second weight may be None. ``is_quiet``: the caller knows that nothing traces the call or observes its operations.
     """
     given = given if op == "gated_mlp" else _full(op, given)
     keep = memory == KEPT or keeps(given, memory)
@@ -225,7 +226,7 @@ NO_ACTIVATION = get_activation(None).code
 
 
 def _full(op: str, given: Operands) -> Operands:
-    """The operands of a function as those of the op."""
+    """Return the operands of a function in the order of the op."""
     if op == "gated_mlp":
         return given
     if op == "linear":
@@ -239,7 +240,7 @@ def _full(op: str, given: Operands) -> Operands:
 
 
 def keeps(given: Operands, memory: str) -> bool:
-    """Return whether values of the first layer are kept: also to save memory, where the input would be more of it."""
+    """True if values of the first layer are kept: also when saving memory, if the input would take more."""
     x, weight, up_weight, second_weight = given[:4]
     if memory == KEPT:
         return True
@@ -270,7 +271,7 @@ def _setup_context(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, ...]
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     needs, keep = ctx.needs_input_grad, inputs[8]
-    # All operands, for a gradient that is differentiated: what traces this sees which the op is given.
+    # All operands, for a gradient that is differentiated again: tracers see which operands the op gets.
     ctx.save_for_backward(*inputs[:7], *_values(inputs, output[1:], nodes.saved(needs, keep)))
     ctx.how, ctx.own, ctx.edges = (inputs[7], inputs[9], keep, nodes.layout(inputs, needs)), None, {}
 
@@ -295,10 +296,10 @@ def gradients(
     needs: nodes.Needs,
     is_seen: bool,
 ) -> Tuple[Optional[Tensor], ...]:
-    """The gradients of the operands, and None for what else the op is told, of a node that :func:`save` set up.
+    """Return the gradients of the operands of a node that :func:`save` set up, and None for the other arguments.
 
-    ``recorded`` are the operands that need gradients, and ``needs`` those whose gradients are asked for. ``is_seen``
-    is what :func:`is_gradient_seen` says.
+    ``recorded`` are the operands that need gradients, and ``needs`` those whose gradients are computed now. ``is_seen``
+    is the result of :func:`is_gradient_seen`.
     """
     own, (activation, up_first, keep, layout) = ctx.own, ctx.how[:4]
     operands = saved[:7]
@@ -307,9 +308,9 @@ def gradients(
     if own is not None and not _is_compiling():
         plain = not _dispatch_modes()
         if not _keeps_graph():
-            ctx.own = ()  # what autograd saves it frees as well
+            ctx.own = ()  # autograd frees what it saves as well
             alone = plain and _are_alone(own)
-    is_lost = not _is_compiling() and hasattr(ctx, "overwritten")  # by an op that has failed
+    is_lost = not _is_compiling() and hasattr(ctx, "overwritten")  # an op that wrote to them has failed
     gate, up = saved[7:9] if own is None else own
 
     def composed() -> Tuple[Tensor, ...]:
@@ -335,15 +336,15 @@ def gradients(
 def _placed(
     needs: Tuple[bool, ...],
 ) -> Tuple[int, Callable[[Tuple[Optional[Tensor], ...]], Tuple[Optional[Tensor], ...]]]:
-    """The gradients that are asked for: as bits, and what puts them, with None behind them, where the operands are."""
+    """Return the needed gradients as bits, and a function that puts them and None at their operands' places."""
     places = itertools.accumulate(needs)
     bits = sum(need << index for index, need in enumerate(needs))
     return bits, itemgetter(*(place - 1 if need else -1 for need, place in zip(needs, places)), -1, -1, -1)
 
 
 class _Traced(torch.autograd.Function):
-    """The op as autograd records it. What traces this sees another one that computes the same, of which autograd knows
-    nothing: whenever a graph calls an op that autograd knows by Python, the host asks Python."""
+    """Node of the op. Tracers see another op that computes the same and is unknown to autograd: a graph that calls an
+    op with an autograd formula in Python makes the host run Python each time."""
 
     @staticmethod
     def forward(*inputs: Any) -> Tuple[Tensor, ...]:
@@ -363,7 +364,7 @@ if native.DEVICE_TYPE is not None:
 
 
 class _Recorded(torch.autograd.Function):
-    """The same in a third of the time, for calls that nothing traces."""
+    """Like :class:`_Traced`, in a third of the time, for calls that nothing traces."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -389,11 +390,11 @@ def _references(own: Tuple[object]) -> int:
     return getrefcount(gate)
 
 
-_REFERENCES = _references((object(),))  # versions of Python differ
+_REFERENCES = _references((object(),))  # depends on the Python version
 
 
 class _KnownLayer(torch.autograd.Function):
-    """The values of a linear layer, which are known, as autograd would have them of its operands."""
+    """The known values of a linear layer, recorded by autograd as computed from its operands."""
 
     @staticmethod
     def forward(
@@ -410,15 +411,14 @@ class _KnownLayer(torch.autograd.Function):
 def gradients_of_layer(
     grad: Tensor, x: Optional[Tensor], weight: Optional[Tensor], needs: Sequence[bool], mm: Callable[..., Tensor]
 ) -> Tuple[Optional[Tensor], ...]:
-    """The gradients of x, weight and bias of a linear layer, given that of its result, by ``mm``; None where not
-    needed."""
+    """Return the needed gradients of x, weight and bias of a linear layer, from that of its result, by ``mm``."""
     rows = grad.reshape(-1, grad.shape[-1])
     of_x = mm(rows, weight).view(*grad.shape[:-1], weight.shape[1]) if needs[0] else None
     of_weight = mm(rows.t(), x.reshape(-1, x.shape[-1])) if needs[1] else None
     return of_x, of_weight, rows.sum(0) if needs[2] else None
 
 
-# Without what torch's own ``apply`` does before this in Python: under a transform, of gradients, no operand is of it.
+# Without the Python code that torch's own ``apply`` runs first: under a transform of gradients, no operand is of it.
 _known_layer = super(torch.autograd.Function, _KnownLayer).apply
 
 
@@ -431,7 +431,7 @@ def _composed_gradients(
     activation: int,
     up_first: Optional[bool],
 ) -> Tuple[Tensor, ...]:
-    """The gradients by PyTorch's operations, which can be differentiated again."""
+    """Compute the gradients with torch operations, which can be differentiated again."""
     create_graph = _is_grad_enabled()
     with torch.enable_grad():
         given = _apart(given, needs)
@@ -441,10 +441,10 @@ def _composed_gradients(
 
 
 def _apart(given: Operands, needs: nodes.Needs) -> Operands:
-    """Views of operands, so that those that are the same tensor have gradients of their own."""
+    """Return views of operands, so that equal tensors among them have gradients of their own."""
     found = []
     for tensor, need in zip(given, needs):
-        is_leaf = need and not tensor.requires_grad  # the norm that a block computes, as its backward has it
+        is_leaf = need and not tensor.requires_grad  # the norm that a block computes, in its backward
         found.append(
             tensor if tensor is None else tensor.detach().requires_grad_() if is_leaf else tensor.view_as(tensor)
         )
@@ -459,7 +459,7 @@ def _composed_mlp(
     activation: int,
     up_first: Optional[bool],
 ) -> Tensor:
-    """The result by PyTorch's operations, given the values of the first layer where they were kept."""
+    """Compute the result with torch operations, from the values of the first layer if they were kept."""
     x, weight, up_weight, second_weight, bias, up_bias, second_bias = given
     if gate is None:
         result = _first_layer(given, activation, up_first, reference)

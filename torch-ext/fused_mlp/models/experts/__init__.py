@@ -1,1 +1,1 @@
-"""Mixtures of experts: what they compute, proved from source, and their fused forwards."""
+"""Mixtures of experts: proofs, from source, of what they compute, and their fused forwards."""

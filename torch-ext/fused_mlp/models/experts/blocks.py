@@ -1,8 +1,8 @@
-"""The block of a mixture, its router and its experts, as one call of compiled code, in inference.
+"""Fusion of a mixture block, its router and its experts into one call of compiled code, in inference.
 
-A class's forward is read: it hands all tokens to a router and to experts, and gives back what these compute, in the
-shape of its input, perhaps added to what a shared part computes. Each of them is fused by itself too. What this saves
-is the host's time between them: where all are as they were read, neither router nor experts are called as modules.
+The class's forward is analysed: it passes all tokens to a router and to experts and returns the experts' output in the
+shape of its input, optionally plus the output of a shared part. Router and experts are also fused separately. The one
+call saves the host time between them: if all are as they were when analysed, neither is called as a module.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from .routers import Router
 class _Children(NamedTuple):
     router: str
     experts: str
-    shared: Optional[str]  # a part that is called with the same input, and whose result is added
+    shared: Optional[str]  # a part called with the same input, whose result is added
 
 
 class Record(NamedTuple):
-    """A block in its present state. Compiled code reads the fields by their places, and whether each still holds
+    """A block in its present state. Compiled code reads the fields by position, and checks whether each still holds
     (torch-ext/calls/mixtures/plain_mixture.cpp)."""
 
     conditions: Conditions
@@ -44,7 +44,7 @@ class Record(NamedTuple):
     experts: Entry
 
 
-# By id of a block, and by what transformers is set to for its experts. A block takes its own with it when it goes.
+# By the block's id and the implementation that transformers selected for its experts. A finalizer removes the entries.
 _records: Dict[int, Dict[Optional[str], Record]] = {}
 _missed: Dict[int, Dict[Optional[str], int]] = {}
 KIND = "block of a mixture"
@@ -55,20 +55,20 @@ _SHAPE = Node("shape", (_X,))
 
 
 def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
-    """The method to put into a block of a mixture; none where it is no such, or not known."""
+    """Return the method to install in a mixture block; empty if the module is none or is not understood."""
     method = getattr(class_of(module), "forward", None)
     children = _children_of(module)
     return {} if children is None else {"forward": _fused_method(method, children)}
 
 
 def is_whole(module: nn.Module) -> bool:
-    """True for a block that compiled code computes together with a norm in front and a sum behind it."""
+    """True if compiled code computes a block together with a preceding norm and a following sum."""
     children = _children_of(module)
     return children is not None and children.shared is None
 
 
 def refusal(module: nn.Module) -> Optional[str]:
-    """The reason why the parts of a fused block are called one by one in its present state; None if it is one call."""
+    """Return the reason why a fused block in its present state calls its parts separately; None if it is one call."""
     children = _children_of(module)
     if children is None:
         return "a patched class"
@@ -112,8 +112,8 @@ def _of_part(part: Held, given: Tuple[Value, ...]) -> Value:
 
 
 def _read(value: Value) -> Optional[_Children]:
-    """The children of a block that returns what its experts compute of all tokens, by the choices of its router, and
-    adds what a shared part computes."""
+    """Return the children of a block that returns the output of its experts for all tokens, routed by its router, plus
+    the output of a shared part if there is one."""
     if not isinstance(value, Node):
         return None
     value, shared = value.args if value.op == "add" else (value, None)
@@ -131,7 +131,7 @@ def _read(value: Value) -> Optional[_Children]:
 
 
 def _is_shape(shape: Any) -> bool:
-    """True for the sizes of x, which has three dimensions: compiled code takes no other one."""
+    """True for the sizes of x, assumed to have three dimensions: compiled code supports no other number."""
     if shape == (_SHAPE,):
         return True
     return len(shape) == 3 and all(size in (_size(place), _size(place - 3)) for place, size in enumerate(shape))
@@ -161,7 +161,7 @@ def _fused_method(method: FunctionType, children: _Children) -> FunctionType:
 
 
 def called(module: nn.Module, x: Any) -> Optional[Tensor]:
-    """The output of a block that is being called; None where its own code has to run."""
+    """Return the output of a block; None if its own code has to run."""
     if shortcut.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad:
         return None
     found = _plain.mixture(_records, module, x, None)
@@ -169,15 +169,15 @@ def called(module: nn.Module, x: Any) -> Optional[Tensor]:
         found = _plain.mixture(_records, module, x, None)
     if type(found) is not str:
         return found
-    # The shared part is called where nothing else is known to be in the way, and so once.
+    # The shared part is called only after all other checks have passed, so it runs only once.
     found = _plain.mixture(_records, module, x, getattr(module, found)(x))
-    if found is None:  # its result does not fit: asked again only after twice as many misses
+    if found is None:  # its result does not fit; the next attempt needs twice as many misses
         _records.pop(id(module), None)
     return found
 
 
 def _learns(module: nn.Module) -> bool:
-    """True if there is a new record of a block. When a miss has occurred once, twice, four times, ... it is tried."""
+    """Try to make a record of a block, at its first, second, fourth, eighth, ... miss; True if there is a new one."""
     if module.training or not _is_asked(module):
         return False
     children = _children_of(module)
@@ -188,7 +188,7 @@ def _learns(module: nn.Module) -> bool:
     if entry is None or found is None or entry.form.transposed or router.weight.shape[0] != entry.experts:
         return False
     calls = [(type(part), "__call__", nn.Module.__call__) for part in (router, experts)]
-    # Those of its children are in their own conditions. To hold these would hold the weights.
+    # The children's dependencies are in their own conditions. Holding them here would keep the weights alive.
     own = [each for each in _proof_of(module, class_of(module).forward).dependencies if not _is_of_child(each)]
     conditions = conditions_of(module, own, filter(None, children), attributes=calls)
     if conditions is None:

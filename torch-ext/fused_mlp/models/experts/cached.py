@@ -1,8 +1,8 @@
-"""Cached decisions about modules of experts: the compiled op of one, for as long as what decided it is as it was.
+"""Cached decisions about modules of experts: the compiled op of a module, valid while its conditions hold.
 
-To ask what a module of experts computes, and whether one op may compute it, takes longer than the op. Here is what it
-was asked of: attributes, by their names and values, each compared by identity at each call. Weights are not remembered,
-but read; the op asks of them, and of the inputs, what there is to ask.
+Deciding what a module of experts computes, and whether one op may compute it, takes longer than the op. The cache holds
+the attributes that the decision depends on, by name and value; each call compares them by identity. Weights are read at
+each call instead, and the op checks them and the inputs.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from ..running import shortcut
 from . import interface, proofs
 from .conditions import Conditions, conditions_of
 
-# Bound once: a name of another module costs two look-ups more.
+# Bound once: a name of another module costs two more look-ups.
 _is_recording = training.is_recording
-_plain = shortcut.plain  # None where nothing is compiled, and nothing is cached
+_plain = shortcut.plain  # None without compiled code; then nothing is cached
 _backends, _compute, _on_gpu = dispatch._open_blocks, native.experts_mlp, native.DEVICE_TYPE == "cuda"
 _Parameter, _state_of = nn.Parameter, object.__getattribute__
 
 
 class Entry(NamedTuple):
-    """Compiled code reads the fields by their places (torch-ext/calls/mixtures/plain_mixture.cpp)."""
+    """Compiled code reads the fields by position (torch-ext/calls/mixtures/plain_mixture.cpp)."""
 
     conditions: Conditions
     dtype: torch.dtype
     experts: int
-    weights: Tuple[Optional[str], ...]  # their names
+    weights: Tuple[Optional[str], ...]  # parameter names
     form: proofs.Form
-    last: Optional[int]  # the largest index that is no error; None if none is
+    last: Optional[int]  # the largest index that raises no error; None if all are valid
 
 
-# By module, and by what transformers is set to: it is set to another way for the time in which it decodes.
+# By module and by the implementation that transformers selected, because it selects another one while decoding.
 _known: WeakKeyDictionary[nn.Module, Dict[Optional[str], Entry]] = WeakKeyDictionary()
 
 
 def output(module: nn.Module, x: Any, index: Any, weights: Any) -> Optional[Tensor]:
-    """The output of experts that are cached; None where they have to be asked about. Not for what is compiled."""
+    """Return the output of cached experts; None if the full checks have to run. Not for use under torch.compile."""
     entry = found(module, x, index, weights)
     if entry is None:
         return None
@@ -67,12 +67,12 @@ def output(module: nn.Module, x: Any, index: Any, weights: Any) -> Optional[Tens
         return None
     try:
         return _compute(x, index, weights, *tensors, *form)
-    except RuntimeError:  # the long way says what is wrong with the operands
+    except RuntimeError:  # the slow path reports what is wrong with the operands
         return None
 
 
 def found(module: nn.Module, x: Any, index: Any, weights: Any) -> Optional[Entry]:
-    """The entry of a module, where it holds for a call; autograd is not asked about."""
+    """Return the entry of a module if it holds for a call, ignoring autograd; None otherwise."""
     known = _known.get(module)
     if known is None:
         return None
@@ -91,12 +91,12 @@ def found(module: nn.Module, x: Any, index: Any, weights: Any) -> Optional[Entry
 
 
 def entry_of(module: nn.Module) -> Optional[Entry]:
-    """The entry of a module as it is set, which may not hold any more."""
+    """Return the entry of a module as it is configured, which may no longer hold."""
     return _known.get(module, {}).get(set_to(module.__dict__))
 
 
 def tensors_of(module: nn.Module, entry: Entry) -> Optional[List[Optional[Tensor]]]:
-    """The weights of a cached module, or None where they are of another kind by now."""
+    """Return the weights of a cached module; None if their kind has changed."""
     parameters, tensors = module.__dict__["_parameters"], []
     for name in entry.weights:
         tensor = None if name is None else parameters.get(name, module)
@@ -108,7 +108,7 @@ def tensors_of(module: nn.Module, entry: Entry) -> Optional[List[Optional[Tensor
 
 
 def are_experts(index: Tensor, last: int) -> bool:
-    """True if indices are none but from 0 to ``last``. On a GPU nobody asks: the host would have to wait."""
+    """True if all indices are in 0..``last``. Always true on a GPU, where checking would block the host."""
     if not index.is_cpu or index.numel() == 0:
         return True
     low, high = torch.aminmax(index)
@@ -116,13 +116,13 @@ def are_experts(index: Tensor, last: int) -> bool:
 
 
 def set_to(state: Dict[str, Any]) -> Optional[str]:
-    """The implementation that a module with this ``__dict__`` is set to; None where it has no configuration."""
-    config = state.get("config")  # whose attributes are found by functions in Python
+    """Return the implementation that a module with this ``__dict__`` is configured to use, or None."""
+    config = state.get("config")  # its attributes are looked up by Python functions
     return None if config is None else _state_of(config, "__dict__").get(interface.SET_TO)
 
 
 def store(module: nn.Module, proof: Proof, last: Optional[int], x: Tensor, index: Tensor) -> None:
-    """Remembers a module that the compiled op has computed in its present state, if all that decided it can be told."""
+    """Cache a module that the compiled op has computed in its present state, if all its conditions can be expressed."""
     if dispatch.select("experts_mlp", x) is not native:
         return
     found, parameters = proof.found, module.__dict__["_parameters"]

@@ -1,6 +1,6 @@
-"""Conditions: what decided how a module is computed, each compared by identity at each call, in compiled code.
+"""Conditions under which a decision about a module holds. Compiled code compares each by identity at each call.
 
-They are what a proof depends on, for one module: values of attributes, not what they were read for.
+They are the dependencies of a proof, for one module: the values of attributes, not the purpose of reading them.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from ..running import shortcut
 
 _plain = shortcut.plain
 
-_Pairs = Tuple[Tuple[Any, ...], ...]  # a name and its value, or a name alone that stands for nothing
+_Pairs = Tuple[Tuple[Any, ...], ...]  # (name, value), or (name,) if the name must be absent
 
 
 class Conditions(NamedTuple):
-    """Compiled code reads the fields by their places (torch-ext/calls/mixtures/conditions.cpp)."""
+    """Compiled code reads the fields by position (torch-ext/calls/mixtures/conditions.cpp)."""
 
     kind: type
-    own: _Pairs  # in the module's ``__dict__``: to hold that would hold the weights
+    own: _Pairs  # in the module's ``__dict__``; holding that would keep the weights alive
     parts: _Pairs  # in its ``_modules``
-    called: Tuple[nn.Module, ...]  # parts on which nobody may have put hooks
+    called: Tuple[nn.Module, ...]  # parts that must have no hooks
     items: Tuple[Tuple[Dict[str, Any], _Pairs], ...]  # in other dictionaries
     attributes: Tuple[Tuple[Any, str, Any], ...]
-    absent: Tuple[Tuple[str, Mapping[str, Any]], ...]  # what classes must not have
+    absent: Tuple[Tuple[str, Mapping[str, Any]], ...]  # names that classes must not have
 
 
-# Attributes that decide besides those that were read.
+# Attributes that always matter, beside those that were read.
 _ALWAYS = ("config", "parametrizations", "_is_expert_parallel", FUSED)
 
 
@@ -43,9 +43,10 @@ def conditions_of(
     items: Iterable[Tuple[Dict[str, Any], str]] = (),
     attributes: Iterable[Tuple[Any, str, Any]] = (),
 ) -> Optional[Conditions]:
-    """The conditions of a module's dependencies, and of others: names in its ``__dict__``, of dictionaries, attributes.
+    """Return the conditions of a module's dependencies, and of additional ``names`` in its ``__dict__``, dictionary
+    ``items`` and ``attributes``.
 
-    None where one cannot be told, or does not hold.
+    None if one cannot be expressed or does not hold.
     """
     state = module.__dict__
     own, parts = dict.fromkeys((*_ALWAYS, *names)), {}
@@ -70,7 +71,7 @@ def conditions_of(
         elif isinstance(owner, dict):
             found.append((owner, (each.name,)))
         elif each.value is MISSING:
-            absent += [(each.name, vars(base)) for base in owner.__mro__[:-2]]  # but for those of torch and Python
+            absent += [(each.name, vars(base)) for base in owner.__mro__[:-2]]  # except those of torch and Python
         else:
             name = "cell_contents" if isinstance(owner, CellType) else each.name
             unchanged.append((owner, name, getattr(owner, name)))

@@ -1,4 +1,4 @@
-"""The experts interface of transformers: which classes it decorates, and the function of this package under a name."""
+"""The experts interface of transformers: the classes that it decorates, and the implementations that it selects."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ..reading.source import inside
 
 NAME = "fused_mlp"
 
-SET_TO = "_experts_implementation_internal"  # where a configuration holds the name of the implementation
+SET_TO = "_experts_implementation_internal"  # attribute of a configuration with the name of the implementation
 
 _MODULE = "transformers.integrations.moe"
 _FP8_MODULE, _FP8_TABLE = "transformers.integrations.finegrained_fp8", "ALL_FP8_EXPERTS_FUNCTIONS"
-PRODUCTS = ("batched_mm", "grouped_mm")  # transformers' own, of which one runs unless asked for another
+PRODUCTS = ("batched_mm", "grouped_mm")  # transformers' own; one of them is the default
 
 
 def tables() -> List[Any]:
-    """The interface's tables of functions, that of weights in FP8 too where there is one, with transformers imported.
+    """Import transformers and return the interface's function tables, including the one for FP8 weights if it exists.
 
-    Raises ImportError where it is not there, or has none.
+    Raises ImportError if transformers is missing or has no such interface.
     """
     try:
         transformers = importlib.import_module("transformers")
@@ -46,16 +46,16 @@ def tables() -> List[Any]:
 
 
 def constant(function: FunctionType) -> FunctionType:
-    """Has torch.compile take what a function returns for a constant.
+    """Make torch.compile treat the result of a function as a constant.
 
-    It is what ``torch.compiler.assume_constant_result`` does, but for importing the compiler.
+    Like ``torch.compiler.assume_constant_result``, without importing the compiler.
     """
     function._dynamo_marked_constant = True
     return function
 
 
 def original_of(method: Any) -> Optional[FunctionType]:
-    """The method of a class that the interface's decorator stands around; None for anything else."""
+    """Return the method of a class that the interface's decorator wraps; None for anything else."""
     return _original_of(method) if isinstance(method, FunctionType) else None
 
 
@@ -74,7 +74,7 @@ def decorates(method: Any) -> bool:
 
 
 def implementation_of(module: nn.Module) -> str:
-    """The name of the implementation that a decorated module is set to."""
+    """Return the name of the implementation that a decorated module is configured to use."""
     return getattr(module.__dict__.get("config"), "_experts_implementation", None) or "eager"
 
 
@@ -91,7 +91,7 @@ def is_own(name: str, method: FunctionType) -> bool:
 
 
 def _product(name: str, table: Any) -> Optional[FunctionType]:
-    """transformers' own function of products under a name, that of weights in FP8 where the table is theirs."""
+    """Return transformers' own function of a name, from the FP8 functions if the table is theirs."""
     in_fp8 = sys.modules.get(_FP8_MODULE)
     if table is not None and table is getattr(in_fp8, _FP8_TABLE, None):
         return getattr(in_fp8, f"fp8_{name}_experts_forward", None)
@@ -99,7 +99,7 @@ def _product(name: str, table: Any) -> Optional[FunctionType]:
 
 
 def decided_by(way: Optional[str], method: FunctionType) -> Optional[List[Tuple[Dict[str, Any], str]]]:
-    """The dictionaries, with keys, that determine :func:`is_own` of an implementation; None if they are unknown."""
+    """Return the dictionaries, with keys, that determine :func:`is_own` of an implementation; None if unknown."""
     if way == "eager":
         return []
     table, module = _table_of(method), sys.modules.get(_MODULE)
@@ -112,7 +112,7 @@ def decided_by(way: Optional[str], method: FunctionType) -> Optional[List[Tuple[
 
 
 def fallback(method: FunctionType, x: Any) -> FunctionType:
-    """The function that computes the experts of a class with this method where ``experts_mlp`` does not."""
+    """Return the fallback for ``experts_mlp``: the function that computes the experts of a class with this method."""
     if x.dtype in (torch.float32, torch.float16, torch.bfloat16):
         return _product("grouped_mm", _table_of(method))
     return original_of(method)
@@ -120,7 +120,7 @@ def fallback(method: FunctionType, x: Any) -> FunctionType:
 
 @functools.cache
 def _table_of(method: FunctionType) -> Any:
-    """The functions that a decorated method chooses from."""
+    """Return the functions that a decorated method chooses from."""
     return inspect.getclosurevars(method).nonlocals.get("experts_interface")
 
 

@@ -1,8 +1,7 @@
-"""The forwards of fused experts: whether ``experts_mlp`` runs is decided anew at each call.
+"""Forwards of fused experts. Each call decides whether ``experts_mlp`` runs.
 
-It is taken in the place of a class's own loop. Where it is a kernel, it is taken in the place of transformers' products
-of groups too. Composed of parts, as where autograd follows on a CPU, it keeps more for the backward than either: there
-the forward runs as it was written.
+It replaces a class's own loop. If it is a kernel, it also replaces transformers' grouped products. Composed of torch
+operations, as under autograd on a CPU, it keeps more for the backward than either; the original forward runs then.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
-    """The method to put into a module of experts; none where it is no such, or not understood."""
+    """Return the method to install in a module of experts; empty if the module is none or is not understood."""
     found = proofs.of(module) if proofs.looks_like_experts(module) else None
     return {"forward": fused_method(proofs.method_of(module))} if isinstance(found, Experts) else {}
 
@@ -59,14 +58,14 @@ def are_left(module: nn.Module) -> bool:
         return True
     if not type(module).__name__.endswith("Experts") or not isinstance(method, FunctionType):
         return False
-    # Those with weights of four bits are called with other arguments; their last weight has its name all the same.
+    # Experts with four-bit weights are called with other arguments, but their last weight has the same name.
     are_experts = proofs.takes_routing(method) or hasattr(module, "down_proj")
     return are_experts and not any(isinstance(part, nn.Linear) for part in module.modules())
 
 
 @remembered
 def fused_method(method: FunctionType) -> FunctionType:
-    """The forward of a class of experts made anew: with one call of ``experts_mlp`` where it may be."""
+    """Return the fused forward of a class of experts, with one call of ``experts_mlp`` where possible."""
     own = interface.original_of(method)
     names = tuple(inspect.signature(own or method).parameters)[1:]
     original = as_written("forward", method)
@@ -97,7 +96,7 @@ def fused_method(method: FunctionType) -> FunctionType:
 def registered(
     self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *others: Any, **named: Any
 ) -> Tensor:
-    """The function that transformers has under the name of this package: of any class with its experts interface."""
+    """Compute the experts of any class with transformers' interface; registered there under this package's name."""
     given = (hidden_states, top_k_index, top_k_weights)
     result = None
     if not (others or named):
@@ -110,22 +109,22 @@ def registered(
 
 
 def routed(module: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """The output of a module of experts, called by a layer of this package: on every device by ``experts_mlp``."""
+    """Return the output of experts called by a layer of this package, from ``experts_mlp`` on every device."""
     called = of_call(module) is not None or type(module).__call__ is not nn.Module.__call__
     result = None if called else _fused(module, x, index, weights, interface.NAME)
     return module(x, index, weights) if result is None else result
 
 
 def register_experts() -> None:
-    """Makes ``experts_mlp`` known to transformers as an implementation of experts, under the name ``"fused_mlp"``.
+    """Register ``experts_mlp`` with transformers as an experts implementation named ``"fused_mlp"``.
 
-    From then on ``from_pretrained(..., experts_implementation="fused_mlp")`` and
-    ``model.set_experts_implementation("fused_mlp")`` take it, for every class with the experts interface. What a class
-    computes is found out at its first call; where that is not understood, or a weight must not be read (quantised, or
-    of a type of its own), transformers' ``grouped_mm`` runs: ``explain(model)`` says so.
+    Afterwards ``from_pretrained(..., experts_implementation="fused_mlp")`` and
+    ``model.set_experts_implementation("fused_mlp")`` select it, for every class with the experts interface. A class's
+    computation is analysed at its first call. If it is not understood, or a weight must not be read (quantised, or of a
+    tensor subclass), transformers' ``grouped_mm`` runs; ``explain(model)`` reports that.
 
     Raises:
-        ImportError: transformers is not there, or has no such interface.
+        ImportError: transformers is missing, or has no such interface.
     """
     for table in interface.tables():
         table.register(interface.NAME, registered)
@@ -134,9 +133,9 @@ def register_experts() -> None:
 def with_adapters(
     module: nn.Module, known: Any, x: Tensor, index: Tensor, weights: Tensor, adapters: Adapters
 ) -> Optional[Tensor]:
-    """The output of experts with adapters beside their weights; None where PEFT's way is to be taken.
+    """Return the output of experts with adapters beside their weights; None if PEFT's own code has to run.
 
-    ``known`` is what ``cached.found`` says of the call.
+    ``known`` is the result of ``cached.found`` for the call.
     """
     tensors = None if known is None else cached.tensors_of(module, known)
     if tensors is None or _of_adapters(x) is not None or _of_call(x, index, weights, tensors[0]) is not None:
@@ -149,10 +148,10 @@ def with_adapters(
 def refusal(
     module: nn.Module, asked: Optional[str] = None, adapted: bool = False, around: bool = False
 ) -> Optional[str]:
-    """The reason why a module of experts runs its original forward in its present state; None if it is fused.
+    """Return the reason why a module of experts runs its original forward in its present state; None if it is fused.
 
-    ``asked`` is the name of the implementation that overrides the configured one, if any; ``adapted``: there are
-    adapters beside its weights; ``around``: what transformers' expert parallelism has around the method is run too.
+    ``asked`` is the name of the implementation that overrides the configured one, if any. ``adapted`` is true if there
+    are adapters beside the weights, ``around`` if the wrapper by transformers' expert parallelism runs too.
     """
     found = proofs.of(module)
     if isinstance(found, Unknown):
@@ -172,8 +171,8 @@ def refusal(
 def _in_a_call(
     module: nn.Module, found: Experts, tensors: Tuple[Optional[Tensor], ...]
 ) -> Tuple[Experts, Tuple[Optional[Tensor], ...]]:
-    """The experts and weights as the method of a module's class finds them: those of this process, where transformers'
-    expert parallelism has a method around it that puts these in the place of DTensors."""
+    """Return the experts and weights as the method of a module's class sees them: if transformers' expert parallelism
+    wraps the method and replaces DTensors by their local tensors, the local ones."""
     origin = getattr(module.__dict__.get("forward"), "__module__", None) or ""
     if not origin.startswith("transformers.distributed.") or module.__dict__.get("_is_expert_parallel") is not True:
         return found, tensors
@@ -182,17 +181,17 @@ def _in_a_call(
 
 
 def trains_as_written(module: nn.Module) -> bool:
-    """True if a module of experts that can be fused runs its original forward under autograd, as on a CPU."""
+    """True if a fusible module of experts runs its original forward under autograd, as on a CPU."""
     return quantized.is_read(module) or proofs.tensors_of(module, proofs.of(module).weights)[0].is_cpu
 
 
 def are_quantized(module: nn.Module) -> bool:
-    """True for experts whose weights in FP8 are read."""
+    """True for experts with FP8 weights that this package reads."""
     return quantized.is_read(module)
 
 
 def words_of(module: nn.Module) -> str:
-    """The words for the format of a module's weights, behind the pattern of experts."""
+    """Return the report's words for the format of a module's weights, which follow the pattern of experts."""
     return quantized.words_of(module)
 
 
@@ -204,8 +203,8 @@ def _fused(
     asked: Optional[str] = None,
     adapters: Adapters = NO_ADAPTERS,
 ) -> Optional[Tensor]:
-    """The output of experts by one call; None where their forward is to run as it was written."""
-    if type(x) not in _PLAIN:  # asked in the order of what it costs
+    """Return the output of experts from one call; None if their original forward has to run."""
+    if type(x) not in _PLAIN:  # the cheapest checks come first
         return None
     follows = calls.autograd_follows(x, weights, *module._parameters.values())
     is_adapted = adapters != NO_ADAPTERS
@@ -228,7 +227,7 @@ def _fused(
         given = (x, index, weights, *tensors)
         is_op = calls.are_trained(given, found.form)
         is_light = experts_training.keeps_no_more(given, found.form) if is_op else _are_trained(tensors)
-        if not is_light:  # the unfused way keeps less than the op, and of frozen weights less than its parts
+        if not is_light:  # the unfused code keeps less than the op, and with frozen weights less than its parts
             return None
     last = _last_index(module, found, way)
     if proof is not None and last is not None and not cached.are_experts(index, last):
@@ -258,10 +257,10 @@ def _of_codes(
     weights: Tensor,
     way: str,
 ) -> Optional[Tensor]:
-    """The output of experts with weights in FP8; None where transformers' own products are to run.
+    """Return the output of experts with FP8 weights; None if transformers' own products have to run.
 
-    Those round x to FP8, and were not measured: of many rows, which arithmetic bounds, they are left. On a CPU there
-    are none: where this package is asked for, it decodes.
+    Those round x to FP8 and were not measured; they are kept for many rows, where arithmetic is the bottleneck. They do
+    not exist on a CPU: if this package is selected there, it decodes the weights.
     """
     if _of_module(module, found, tensors, way) is not None or _of_kind(x, index, weights, tensors[0]) is not None:
         return None
@@ -277,7 +276,7 @@ def _of_codes(
 
 
 def _last_index(module: nn.Module, found: Experts, way: str) -> Optional[int]:
-    """The largest index of an expert that the unfused way takes without an error; None if it takes any."""
+    """Return the largest expert index for which the unfused code raises no error; None if it accepts any index."""
     if way in (_OWN_LOOP, "eager"):
         return None if found.skips == SKIPS_ALL else found.experts - 1 + found.skips
     parallel = module.__dict__.get("_is_expert_parallel") is True
@@ -285,7 +284,7 @@ def _last_index(module: nn.Module, found: Experts, way: str) -> Optional[int]:
 
 
 def _way(module: nn.Module) -> str:
-    """By which name transformers computes a module of experts; another word where it has no part in it."""
+    """Return the name of the implementation that transformers uses for a module of experts; ``_OWN_LOOP`` if none."""
     decorated = interface.decorates(proofs.method_of(module))
     return interface.implementation_of(module) if decorated else _OWN_LOOP
 
@@ -294,13 +293,13 @@ _OWN_LOOP = "own loop"
 
 
 def _in_order(names: Tuple[str, ...], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Optional[Tuple[Any, ...]]:
-    """Tokens, experts and their weights, however they are given; None if that, or more, is not given."""
+    """Return tokens, experts and weights, passed by position or name; None if the arguments are not exactly these."""
     named = dict(zip(names, args), **kwargs)
     return tuple(named[name] for name in names[:3]) if len(named) == 3 and {*named} == {*names[:3]} else None
 
 
 def _of_module(module: nn.Module, found: Experts, tensors: Tuple[Optional[Tensor], ...], way: str) -> Optional[str]:
-    """The reason why ``experts_mlp`` cannot compute a module, whatever the arguments of the call; None if it can."""
+    """Return the reason why ``experts_mlp`` cannot compute a module, whatever the call's arguments; None if it can."""
     around = refusals.of_global_state()
     if around is not None:
         return around
@@ -336,7 +335,7 @@ def refusal_of_weights(tensors: Tuple[Optional[Tensor], ...]) -> Optional[str]:
 
 
 def _of_device(x: Tensor, way: str) -> Optional[str]:
-    """The reason to keep the configured implementation on the device and in the dtype of x, or None."""
+    """Return the reason to keep the configured implementation for the device and dtype of x, or None."""
     if not _are_products(way):
         return None
     if dispatch.select("experts_mlp", x) is reference or (x.is_cuda and x.dtype == torch.float32):
@@ -345,7 +344,7 @@ def _of_device(x: Tensor, way: str) -> Optional[str]:
 
 
 def _of_adapters(x: Tensor) -> Optional[str]:
-    """The reason why adapters of experts are PEFT's on the device of x, or None."""
+    """Return the reason why PEFT computes adapters of experts on the device of x, or None."""
     if x.is_cuda and not (native.DEVICE_TYPE == "cuda" and native.is_hopper(x)):
         return "adapters on experts, which no kernel supports on this GPU"
     return None
@@ -357,12 +356,12 @@ def _are_products(way: str) -> bool:
 
 
 def _of_call(x: Any, index: Any, weights: Any, up: Tensor) -> Optional[str]:
-    """The reason why ``experts_mlp`` cannot compute a call; None if it can."""
+    """Return the reason why ``experts_mlp`` cannot compute a call; None if it can."""
     return "unsupported operands" if x.dtype != up.dtype else _of_kind(x, index, weights, up)
 
 
 def _of_kind(x: Any, index: Any, weights: Any, up: Tensor) -> Optional[str]:
-    """The same, whatever the dtype of x is."""
+    """Like :func:`_of_call`, for any dtype of x."""
     for tensor in (x, index, weights):
         if type(tensor) not in _PLAIN or tensor.dim() != 2 or tensor.device != up.device:
             return "unsupported operands"

@@ -1,8 +1,8 @@
-"""Proof of the computation of a module with stacks of experts' weights, from the source of its class.
+"""Proof, from the source of a class, of what a module with stacked expert weights computes.
 
-A class that transformers decorates with its experts interface says how its weights lie; its gate is read, and whether
-its own loop over the experts does the same. Of any other class the loop is all there is to read. What is not proved to
-be the sum that ``experts_mlp`` computes is left.
+A class that transformers decorates with its experts interface declares the layout of its weights; its gate is analysed,
+and its own loop over the experts is checked to compute the same. For any other class, only the loop is analysed.
+Modules not proved to compute the sum that ``experts_mlp`` computes are not fused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from . import interface, quantized
 
 
 class Weights(NamedTuple):
-    """The names of a module's parameters; of the part that normalises what an expert gives, if one does."""
+    """Names of a module's parameters, and of the part that normalises an expert's output, if there is one."""
 
     up: str
     down: str
@@ -41,8 +41,8 @@ class Weights(NamedTuple):
 class Experts:
     """The computation of a module of experts.
 
-    ``other_loop``: why the class's own loop over them is not known to compute it too; None where it is. ``wide``: it
-    does so in float32 throughout. ``skips``: which indices that no expert has it skips.
+    ``other_loop`` is the reason why the class's own loop is not known to compute it too; None if it is. ``wide`` is
+    True if the loop computes in float32 throughout. ``skips`` says which indices past the last expert the loop skips.
     """
 
     weights: Weights
@@ -69,12 +69,12 @@ def looks_like_experts(module: nn.Module) -> bool:
 
 
 def of(module: nn.Module) -> Union[Experts, Unknown]:
-    """The computation of a module that looks like experts, or the reason why it is unknown."""
+    """Return the computation of a module that looks like experts, or the reason why it is unknown."""
     return proof_of(module).found
 
 
 def proof_of(module: nn.Module) -> Proof:
-    """The proof of what a module computes, which holds as long as its dependencies do. Those of a class are kept."""
+    """Return the proof of what a module computes, valid while its dependencies hold. Proofs are cached by class."""
     key = class_of(module), _shapes(module)
     return _proofs.get(key, module, lambda: _proved(module))
 
@@ -83,7 +83,7 @@ _proofs = Proofs(most=8)
 
 
 def _shapes(module: nn.Module) -> Tuple[Any, ...]:
-    """The shapes of a module's parameters, and what says which ones torch parametrizes."""
+    """Return the shapes of a module's parameters, and the names that torch parametrizes."""
     parts = module._modules.get("parametrizations", ())
     return tuple((name, value if value is None else value.shape) for name, value in module._parameters.items()), *parts
 
@@ -97,10 +97,10 @@ def computed(
     weights: Tensor,
     tensors: Tuple[Optional[Tensor], ...],
 ) -> Optional[Tensor]:
-    """The output of experts, by a function with the arguments of ``calls.experts_mlp``; None where it gives none."""
+    """Return the output of experts, computed by ``call`` with the arguments of ``calls.experts_mlp``, or None."""
     if found.weights.norm is None:
         return call(x, index, weights, *tensors, found.form)
-    tokens, top_k = index.shape  # every slot is a token of one expert, since a norm stands before the sum
+    tokens, top_k = index.shape  # each slot is a token of one expert, because a norm precedes the sum
     ones = torch.ones_like(weights, dtype=x.dtype)
     of_slots = call(x.repeat_interleave(top_k, 0), index.reshape(-1, 1), ones.reshape(-1, 1), *tensors, found.form)
     if of_slots is None:
@@ -111,15 +111,15 @@ def computed(
 
 
 def tensors_of(module: nn.Module, weights: Weights) -> Tuple[Optional[Tensor], ...]:
-    """The weights of a module, as ``experts_mlp`` takes them."""
+    """Return the weights of a module in the order in which ``experts_mlp`` accepts them."""
     names = (weights.up, weights.down, weights.up_bias, weights.down_bias)
     return tuple(None if name is None else getattr(module, name) for name in names)
 
 
-# For torch.compile, which takes a proof for a constant. What it rests on in the module is read where Dynamo guards on
-# it, so that modules that are alike share a graph.
+# For torch.compile, which treats a proof as a constant. The proof's dependencies in the module are read in traced code,
+# where Dynamo guards on them, so that similar modules share a graph.
 
-_Plain = Tuple[Tuple[Any, ...], Tuple[Any, ...]]  # the fields of Experts, and what is read: paths, names and values
+_Plain = Tuple[Tuple[Any, ...], Tuple[Any, ...]]  # the fields of Experts, and the paths, names and values that are read
 
 
 class _Known(type):
@@ -128,12 +128,12 @@ class _Known(type):
 
 
 class Known(metaclass=_Known):
-    """Modules whose experts are understood. Dynamo asks ``isinstance`` while it traces, and guards on nothing that the
-    answer depends on: what that is, is read where it does."""
+    """Modules whose experts are understood. Dynamo evaluates ``isinstance`` while it traces, and adds no guards for
+    what the answer depends on; :func:`constantly_of` reads those values in traced code."""
 
 
 def constantly_of(module: nn.Module) -> Optional[Experts]:
-    """:func:`of` for torch.compile; None also where unknown."""
+    """Like :func:`of`, for torch.compile; None if the computation is unknown."""
     if not isinstance(module, Known):
         return None
     for fields, read in _plain_proofs(type(module)):
@@ -162,7 +162,7 @@ def _plain_proofs(kind: type) -> Tuple[_Plain, ...]:
 
 
 def _plain(proof: Proof) -> Optional[_Plain]:
-    """A proof in constants; None where there is none, or what it rests on outside of the module has changed."""
+    """Return a proof as constants; None if it found no experts, or a dependency outside the module has changed."""
     found, read = proof.found, []
     if not isinstance(found, Experts):
         return None
@@ -182,12 +182,12 @@ def _plain(proof: Proof) -> Optional[_Plain]:
 
 
 def method_of(module: nn.Module) -> FunctionType:
-    """The forward that the class of a module has, or had before it was fused."""
+    """Return the forward of a module's class, the original one if it was fused."""
     return class_of(module).forward
 
 
 def _stacks(module: nn.Module) -> List[str]:
-    """The parameters of a module that are stacks of matrices, one for each expert."""
+    """Return the parameters of a module that are stacks of matrices, one per expert."""
     found = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     return [name for name, parameter in found.items() if not is_lazy(parameter) and parameter.dim() == 3]
 
@@ -199,7 +199,7 @@ def takes_routing(method: FunctionType) -> bool:
     return len(parameters) == 4 and all(part.kind is part.POSITIONAL_OR_KEYWORD for part in parameters)
 
 
-# Finding out.
+# Analysis.
 
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
 
@@ -225,7 +225,7 @@ def _proved(module: nn.Module) -> Proof:
 
 
 def _of_decorated(module: nn.Module, own: FunctionType, evaluation: Evaluation) -> Proof:
-    """The experts of a class that says by flags how its weights lie."""
+    """Return the experts of a class whose flags declare the layout of its weights."""
     try:
         flags = {flag: evaluation.attribute(flag) for flag in _FLAGS}
     except NotProved:
@@ -275,7 +275,7 @@ def _loop(module: nn.Module, method: FunctionType, evaluation: Evaluation) -> Lo
 
 
 def module_shape(module: nn.Module, name: str) -> Optional[torch.Size]:
-    """The shape of a parameter of a module, also of one that torch parametrizes; None where there is none."""
+    """Return the shape of a module's parameter, including one that torch parametrizes; None if there is none."""
     if name in module._modules.get("parametrizations", ()):
         return getattr(module, name).shape
     parameter = module._parameters.get(name)

@@ -1,7 +1,7 @@
-"""transformers' FP8Experts: experts whose weights are stacks in FP8, read as they lie.
+"""transformers' FP8Experts: experts whose weights are FP8 stacks, read in place.
 
-Its class is known by name, and what it computes by its source, as FP8Linear's is (``parts/quantized.py``); its gate is
-proved as that of others (``proofs``). What a module holds is read at each call.
+The class is identified by name and by its source, like FP8Linear (``parts/quantized.py``); its gate is proved like that
+of other experts (``proofs``). The state of a module is read at each call.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _METHODS = ("_apply_gate", "linear")
 _FUNCTIONS = ("_apply_if_grad", "fp8_linear", "finegrained_fp8_linear", "fp8_grouped_matmul")
 _FUNCTIONS += ("fp8_batched_mm_experts_forward", "fp8_grouped_mm_experts_forward")
 _RECORDED = ("FP8LinearFunction", "FP8GroupedMatmulFunction")
-# Hashes of the source of all these and of the loop over the experts, each with the first version that has it.
+# Hashes of the source of all these and of the loop over the experts, each with the first version that contains it.
 _DIGESTS = {"0b8954cb93de279c": "5.22"}
 
 Guarded = Tuple[Tuple[Any, str, Any], ...]
 
 
 def is_read(module: nn.Module) -> bool:
-    """True for a module whose weights in FP8 are understood."""
+    """True for a module whose FP8 weights are understood."""
     return known(class_of(module)) is not None
 
 
 @functools.lru_cache(maxsize=64)
 def known(kind: type) -> Optional[Guarded]:
-    """The attributes that the reading of a class rests on, if it is the one named and its source was read."""
+    """Return the attributes that FP8Experts depends on, if a class is FP8Experts with known source; None otherwise."""
     if kind.__module__ != MODULE or kind.__qualname__ != "FP8Experts" or digest_of(kind) not in _DIGESTS:
         return None
     home = sys.modules[MODULE]
@@ -48,13 +48,13 @@ def known(kind: type) -> Optional[Guarded]:
 
 
 def digest_of(kind: type) -> Optional[str]:
-    """A hash of the source that a call of FP8Experts runs; None where there is none."""
+    """Return a hash of the source that a call of FP8Experts runs; None if there is none."""
     return digest(_codes(kind))
 
 
 def _codes(kind: type) -> Iterator[Optional[CodeType]]:
     home, forward = sys.modules[MODULE], kind.forward
-    while inside(forward) is not None:  # a decorator for every module that was made
+    while inside(forward) is not None:  # one decorator per module that was made
         forward = inside(forward)
     yield getattr(forward, "__code__", None)
     yield from codes_of(kind, _METHODS)
@@ -66,13 +66,13 @@ def _codes(kind: type) -> Iterator[Optional[CodeType]]:
 
 
 def refusal(module: nn.Module, weights: Any) -> Optional[str]:
-    """The reason why the weights of a module are not read in its present state; None if they are."""
+    """Return the reason why the weights of a module are not read in its present state; None if they are."""
     found = stacks_of(module, weights)
     return found if isinstance(found, str) else None
 
 
 def stacks_of(module: nn.Module, weights: Any) -> Union[str, Tuple[QuantizedStack, QuantizedStack]]:
-    """Both stacks of a module, by the names of its weights; or, as a noun phrase, why they are not read."""
+    """Return both stacks of a module by the names of its weights; or a noun phrase for why they are not read."""
     if not are_unchanged(known(class_of(module))):
         return "a patched FP8Experts"
     state = module.__dict__
@@ -106,7 +106,7 @@ def _stack(state: Any, name: str) -> Union[str, QuantizedStack]:
 
 
 def device_refusal(stacks: Tuple[QuantizedStack, QuantizedStack], form: Any) -> Optional[str]:
-    """The reason why calls of few rows are left to transformers' own products on a device; None if they are not."""
+    """Return the reason why transformers' own products run calls with few rows on a device; None if they do not."""
     device = stacks[0].device
     reason = dispatch.quantized_refusal(device, torch.bfloat16, "fp8")
     if reason is not None or dispatch.is_forced():
@@ -117,5 +117,5 @@ def device_refusal(stacks: Tuple[QuantizedStack, QuantizedStack], form: Any) -> 
 
 
 def words_of(module: nn.Module) -> str:
-    """The words for weights of FP8, behind the pattern of experts; nothing for others."""
+    """Return the report's words for FP8 weights, which follow the pattern of experts; empty for other weights."""
     return f" in fp8 up to {quantized_experts.MOST_ROWS['fp8']} rows per expert" if is_read(module) else ""

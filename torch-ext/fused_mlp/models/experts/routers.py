@@ -1,4 +1,4 @@
-"""The routers of mixtures: which experts a token goes to, and with which weights, in one op for six, or for twenty."""
+"""Routers of mixtures, which choose the experts of each token and their weights: one op instead of six, or twenty."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ _is_compiling = torch.compiler.is_compiling
 
 
 class _Form(NamedTuple):
-    """A router's computation, and what guards that."""
+    """A router's computation, with its guards."""
 
     router: Union[Softmax, Sigmoid]
     guards: Guards
 
 
 def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
-    """The method to put into a router; none where it is no such, or not known."""
+    """Return the method to install in a router; empty if the module is none or is not understood."""
     method = _method_of(module)
     is_left = method is not None and type(_forms[method].router) is Sigmoid and native.DEVICE_TYPE == "cpu"
     return {} if method is None or is_left else {"forward": method}
 
 
 KIND = "router"
-_forms: Dict[FunctionType, _Form] = {}  # by the fused methods that were made
+_forms: Dict[FunctionType, _Form] = {}  # by fused method
 _proofs = Proofs()
 _SOFTMAX, _TOPK = refusals.unpatched(F, "softmax", F), refusals.unpatched(torch, "topk", torch)
 (_X,) = inputs("x")
 
 
 def _method_of(module: nn.Module) -> Optional[FunctionType]:
-    """The forward of a router made anew, if it is known what the router computes."""
+    """Return the fused forward of a router, if the router's computation is known."""
     method = getattr(class_of(module), "forward", None)
     if not isinstance(method, FunctionType) or hasattr(method, "__wrapped__") or method.__code__.co_argcount != 2:
         return None
@@ -71,7 +71,7 @@ def _proved(module: nn.Module, method: FunctionType) -> Proof:
 
 
 def _fused_method(method: FunctionType, form: _Form) -> FunctionType:
-    """The forward of a class of routers made anew: with one op where it may be."""
+    """Return the fused forward of a class of routers, with one op where possible."""
     original = as_written("forward", method)
     instead = switching.instead_of(original)
 
@@ -89,20 +89,20 @@ def _fused_method(method: FunctionType, form: _Form) -> FunctionType:
 
 
 class Router(NamedTuple):
-    """A router in its present state: what it chooses, and on what that rests.
+    """A router in its present state: its parameters and the conditions under which they hold.
 
-    Compiled code reads the fields by their places (torch-ext/calls/mixtures/plain_mixture.cpp).
+    Compiled code reads the fields by position (torch-ext/calls/mixtures/plain_mixture.cpp).
     """
 
     conditions: Conditions
     top_k: int
     normalized: bool
     narrow: bool
-    groups: Optional[Tuple[int, int, float]]  # of sigmoids: how many, how many are kept, and the scaling
+    groups: Optional[Tuple[int, int, float]]  # for sigmoids: number of groups, number kept, scaling
 
 
 def router_of(module: nn.Module) -> Optional[Router]:
-    """A module as a router that one op computes; None where it is none."""
+    """Return a module as a router that one op computes; None if it is none."""
     method = _method_of(module)
     if method is None or refusal(module) is not None:
         return None
@@ -119,7 +119,7 @@ def router_of(module: nn.Module) -> Optional[Router]:
 
 
 def refusal(module: nn.Module) -> Optional[str]:
-    """The reason why a fused router runs its original forward in its present state; None if it is fused."""
+    """Return the reason why a fused router runs its original forward in its present state; None if it is fused."""
     method = _method_of(module)
     found = "a patched class" if method is None else _operands(module, _forms[method])
     if isinstance(found, str):
@@ -127,11 +127,11 @@ def refusal(module: nn.Module) -> Optional[str]:
     return refusals.of_global_state() or native.refusal("top_k_router", found[0])
 
 
-_Operands = Tuple[Tensor, int, Tuple[Any, ...]]  # the weight, its width, and what the op takes besides
+_Operands = Tuple[Tensor, int, Tuple[Any, ...]]  # the weight, its width, and the op's other arguments
 
 
 def _operands(module: nn.Module, form: _Form) -> Union[str, _Operands]:
-    """The arguments of the op that a module holds, or why it cannot be called."""
+    """Return the arguments of the op that a module holds, or the reason why it cannot be called."""
     state = module.__dict__
     weight = module.weight if _is_compiling() else state["_parameters"].get("weight")
     if type(weight) is not nn.Parameter or "weight" in state or weight.dim() != 2:
@@ -171,7 +171,7 @@ _MOST_EXPERTS, _MOST_CHOSEN = 512, 32  # as in cuda/router/router.h
 
 
 def _routed(module: nn.Module, form: _Form, x: Any) -> Optional[Tuple[Tensor, Tensor, Tensor]]:
-    """The result of a router by one op; None where its forward is to run as it was written."""
+    """Return the result of a router from one op; None if its original forward has to run."""
     if (
         type(x) is not Tensor
         or (not shortcut.is_grad_enabled() and module.training and shortcut.is_as_recorded(module, x))
@@ -182,7 +182,7 @@ def _routed(module: nn.Module, form: _Form, x: Any) -> Optional[Tuple[Tensor, Te
     if _is_compiling():
         if type(form.router) is Sigmoid:
             return None
-        # Dynamo cannot follow compiled code, and guards on what it reads here.
+        # Dynamo cannot trace compiled code; it guards on the values read here.
         flags = all(module.__dict__.get(name) is value for name, *values in form.guards.own for value in values)
         unpatched = F.softmax is _SOFTMAX and torch.topk is _TOPK
         disturbed = (

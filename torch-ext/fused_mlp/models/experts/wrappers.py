@@ -1,8 +1,8 @@
-"""PEFT's low-rank adapters around the weights of experts (``target_parameters``), one ``ParamWrapper`` for each weight.
+"""PEFT's low-rank adapters on expert weights (``target_parameters``), with one ``ParamWrapper`` per weight.
 
-PEFT writes the changed weights of all experts at each call. Here the outermost wrapper has a forward that reads what
-all of them hold, and computes the experts with their adapters in one call. Its class is known by its source, as those
-of ``parts/adapters.py``; what is not known, or has more than one active adapter, runs as it was written.
+PEFT materialises the changed weights of all experts at each call. Here the forward of the outermost wrapper reads the
+factors of all wrappers and computes the experts with their adapters in one call. The class is identified by its source,
+like those of ``parts/adapters.py``. Unknown classes, and wrappers with several active adapters, run as written.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from ..running import shortcut
 from . import cached, mixtures, proofs
 
 _NAME = "peft.tuners.lora.layer.ParamWrapper"
-# The names that a call of it looks up in the class, and a class that it puts around a weight.
+# The names that a call looks up in the class, and a class that it puts around a weight.
 _METHODS = ("forward", "_check_forward_args", "disable_adapters", "merged", "active_adapters", "active_adapter")
 _METHODS += ("get_base_layer", "get_param", "get_delta_factors", "get_delta_weight", "_activate_lora")
 _PROXY = "_LoraFactorsProxy"
-# Hashes of their source, each with the first version that has it.
+# Hashes of their source, each with the first version that contains it.
 _DIGESTS = {"690c7b5db9d1ff24": "0.21"}
 
 
 class Wrapped(NamedTuple):
-    """The module of experts that wrappers stand around, and their active adapters by the names of its weights."""
+    """The module of experts inside wrappers, and their active adapters by the names of its weights."""
 
     module: nn.Module
-    adapters: Dict[str, Tuple[Tensor, Tensor, float]]  # the factors [E, m, rank] and [E, rank, n] of a weight
+    adapters: Dict[str, Tuple[Tensor, Tensor, float]]  # a weight's factors [E, m, rank] and [E, rank, n]
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """True if a module is such a wrapper, whatever its state is, around experts whose computation is proved."""
+    """True if a module is such a wrapper, in any state, around experts whose computation is proved."""
     if known(type(module)) is None:
         return False
     base = list(_chain(module))[-1]
@@ -50,12 +50,12 @@ def is_wrapper(module: nn.Module) -> bool:
 
 
 def within(module: nn.Module) -> Tuple[nn.Module, ...]:
-    """The wrappers inside of another one, and the experts: the outermost one has their outcome."""
+    """Return the wrappers inside another one, and the experts; the outermost wrapper reports their outcome."""
     return tuple(_chain(module))[1:] if is_wrapper(module) else ()
 
 
 def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
-    """The method to put into the outermost wrapper of a module of experts; none for anything else."""
+    """Return the method to install in the outermost wrapper of a module of experts; empty for anything else."""
     return {"forward": _fused_method(type(module).forward)} if is_wrapper(module) else {}
 
 
@@ -63,13 +63,13 @@ KIND = "experts with adapters"
 
 
 def refusal(module: nn.Module) -> Optional[str]:
-    """The reason why a wrapper runs its original forward in its present state; None if it is fused."""
+    """Return the reason why a wrapper runs its original forward in its present state; None if it is fused."""
     found = _read(module)
     return found if isinstance(found, str) else mixtures.refusal(found.module, adapted=bool(found.adapters))
 
 
 def rank_of(module: nn.Module) -> str:
-    """The ranks of the active adapters, for a report."""
+    """Return the ranks of the active adapters, for a report."""
     found = _read(module)
     ranks = set() if isinstance(found, str) else {rhs.shape[1] for _, rhs, _ in found.adapters.values()}
     return ", ".join(map(str, sorted(ranks)))
@@ -87,13 +87,13 @@ def _output(module: nn.Module, x: Any, index: Any, weights: Any) -> Optional[Ten
     known = cached.found(base, x, index, weights)
     proof = known or proofs.of(base)
     found = _read(module, proof)
-    if isinstance(found, str) or not found.adapters:  # without adapters PEFT calls the experts as they are
+    if isinstance(found, str) or not found.adapters:  # without adapters PEFT calls the experts directly
         return None
     return mixtures.with_adapters(base, known, x, index, weights, _operands(proof, found))
 
 
 def _operands(proof: Any, found: Wrapped) -> Tuple[Optional[Adapter], Optional[Adapter]]:
-    """The adapters of both products. A weight ``[in, out]`` is changed by ``a^T b^T``, one ``[out, in]`` by ``b a``."""
+    """Return the adapters of both products. ``a^T b^T`` changes a weight ``[in, out]``; ``b a`` one ``[out, in]``."""
 
     def adapter(name: str) -> Optional[Adapter]:
         if name not in found.adapters:
@@ -107,16 +107,16 @@ def _operands(proof: Any, found: Wrapped) -> Tuple[Optional[Adapter], Optional[A
 
 
 def _chain(module: nn.Module) -> Iterator[nn.Module]:
-    """A wrapper, those inside of it, and last what they stand around."""
+    """Yield a wrapper, the wrappers inside it, and last the module that they wrap."""
     while module is not None:
         yield module
         module = module._modules.get("base_layer") if known(type(module)) is not None else None
 
 
 def _read(module: nn.Module, proof: Any = None) -> Union[str, Wrapped]:
-    """The adapters of a wrapper and those inside of it, as they are now; or, as a noun phrase, why they must be called.
+    """Return the current adapters of a wrapper and those inside it; or a noun phrase for why they must be called.
 
-    ``proof``: what is known of the experts; None where that is to be asked.
+    ``proof`` is the known computation of the experts; None to look it up.
     """
     *wrappers, base = _chain(module)
     proof = proofs.of(base) if proof is None else proof
@@ -150,7 +150,7 @@ _STATE |= {"_did_swap_in_out_features"}
 
 
 def _adapter(wrapper: nn.Module, base: nn.Module) -> Union[str, Tuple[Tensor, Tensor, float], None]:
-    """The factors of a wrapper's weight and their scaling; None where no adapter is active; or why it is called."""
+    """Return a wrapper's factors and their scaling; None if no adapter is active; or the reason why it is called."""
     state, unknown = wrapper.__dict__, f"a {_NAME} in an unrecognised form"
     if not state.keys() >= _STATE:
         return unknown
@@ -189,15 +189,15 @@ def _adapter(wrapper: nn.Module, base: nn.Module) -> Union[str, Tuple[Tensor, Te
 
 @functools.lru_cache(maxsize=64)
 def known(kind: type) -> Optional[Tuple[Tuple[Any, str, Any], ...]]:
-    """The names that a call looks up in PEFT's wrapper, if a class is that, and its source was read."""
+    """Return the names that a call looks up in PEFT's wrapper, if a class is that wrapper with known source."""
     if name_of_class(kind) != _NAME or digest(kind) not in _DIGESTS:
         return None
     return tuple((kind, name, getattr(kind, name)) for name in ("__call__", *_METHODS))
 
 
 def digest(kind: type) -> Optional[str]:
-    """A hash of the source of what a call of PEFT's wrapper runs; None where there is none."""
-    activate = inspect.unwrap(getattr(kind, "_activate_lora", None))  # which a decorator of contextlib stands around
+    """Return a hash of the source that a call of PEFT's wrapper runs; None if there is none."""
+    activate = inspect.unwrap(getattr(kind, "_activate_lora", None))  # unwraps contextlib's decorator
     if not isinstance(activate, FunctionType):
         return None
     proxy = activate.__globals__.get(_PROXY)

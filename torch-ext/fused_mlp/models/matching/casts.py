@@ -1,10 +1,10 @@
-"""Casts to the dtype of a projection's weight under a condition, as T5 has before its last projection.
+"""Conditional casts to the dtype of a projection's weight, as in T5 before its last projection.
 
     if projection.weight.dtype != hidden.dtype:
         hidden = hidden.to(projection.weight.dtype)
 
-Where hidden values have that dtype already nothing is cast, whatever the condition says, so a fused call of operands of
-one dtype does not ask for it.
+If the hidden values have that dtype already, nothing is cast, whatever the condition. A fused call whose operands share
+one dtype therefore does not evaluate it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Cast(NamedTuple):
 
 
 def cast_of(statement: ast.stmt) -> Optional[Cast]:
-    """The cast that a statement is, if it does nothing else."""
+    """Return the cast that a statement consists of; None for any other statement."""
     if not isinstance(statement, ast.If) or statement.orelse or len(statement.body) != 1:
         return None
     (assignment,) = statement.body
@@ -40,7 +40,7 @@ def cast_of(statement: ast.stmt) -> Optional[Cast]:
 
 
 def as_values(block: List[ast.stmt], may_call: MayCall) -> None:
-    """Makes ``name = name.to(dtype) if test else name`` of casts behind a statement that binds the name."""
+    """Turn casts that follow a statement binding the name into ``name = name.to(dtype) if test else name``."""
     for index in range(1, len(block)):
         cast = cast_of(block[index])
         if cast is None or cast.name != _bound(block[index - 1]) or not is_harmless(cast.test, may_call):
@@ -52,7 +52,7 @@ def as_values(block: List[ast.stmt], may_call: MayCall) -> None:
 
 
 def name_of(node: ast.expr, projection: ast.expr, may_call: MayCall) -> Optional[str]:
-    """The name that such a value casts to the dtype of a projection's weight; None if it does not."""
+    """Return the name that such a value casts to the dtype of a projection's weight; None if it does not."""
     if not isinstance(node, ast.IfExp) or not isinstance(node.orelse, ast.Name) or not is_harmless(node.test, may_call):
         return None
     name = _cast(node.body)
@@ -61,7 +61,7 @@ def name_of(node: ast.expr, projection: ast.expr, may_call: MayCall) -> Optional
 
 
 def as_function(node: ast.IfExp) -> ast.Lambda:
-    """Such a value as a function of what its name stands for."""
+    """Return such a value as a function of its name's value."""
     body, name = copy.deepcopy(node), node.orelse.id
     for part in ast.walk(body):
         if isinstance(part, ast.Name) and part.id == name:
@@ -71,13 +71,13 @@ def as_function(node: ast.IfExp) -> ast.Lambda:
 
 
 def _bound(statement: ast.stmt) -> Optional[str]:
-    """The name that a statement binds, if it does nothing else."""
+    """Return the name that a statement binds, if it does nothing else."""
     is_one = isinstance(statement, ast.Assign) and len(statement.targets) == 1
     return statement.targets[0].id if is_one and isinstance(statement.targets[0], ast.Name) else None
 
 
 def _cast(node: ast.expr) -> Optional[str]:
-    """The name in ``name.to(dtype)``."""
+    """Return the name in ``name.to(dtype)``."""
     if not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1:
         return None
     is_cast = isinstance(node.func, ast.Attribute) and node.func.attr == "to" and isinstance(node.func.value, ast.Name)

@@ -1,4 +1,4 @@
-"""Matches in the source of a function that one call of ``forwards`` can replace, and their parts."""
+"""Matches in the source of a function that a single call of ``forwards`` can replace, and their parts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Act:
 
     @property
     def parts(self) -> Tuple[ast.expr, ...]:
-        """The expressions of the source in it."""
+        """The source expressions that it contains."""
         return (self.callee, *self.options, *(word.value for word in self.named))
 
 
@@ -38,9 +38,9 @@ class Act:
 class Match:
     """One fused call; all parts are expressions of the source.
 
-    ``between`` are what the hidden values go through before the last projection: modules, probabilities of dropout, or
+    ``between`` are the operations on the hidden values before the last projection: modules, dropout probabilities, or
     functions that cast them (``casts``).
-    ``read`` are the names that were followed. The inputs of a pointwise match are gate and up.
+    ``read`` are the names that were resolved. The inputs of a pointwise match are gate and up.
     """
 
     pattern: Pattern
@@ -68,13 +68,13 @@ class SplitMLP:
 
     @property
     def parts(self) -> Tuple[ast.expr, ...]:
-        """The expressions of the source in it."""
+        """The source expressions that it contains."""
         return (self.second, self.first, self.x, *self.rest, *(word.value for word in self.named))
 
 
 @dataclass(frozen=True)
 class Start:
-    """The start of a method: ``projection(...(h))`` of its first argument, which nothing else reads."""
+    """The start of a method: ``projection(...(h))`` of its first argument, which has no other reads."""
 
     node: ast.Call
     argument: ast.Name
@@ -84,7 +84,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a method: ``norm(...(h) + residual)`` of two values that it has, or the sum alone.
+    """The end of a method: ``norm(...(h) + residual)`` of two of its values, or only the sum.
 
     ``behind`` are the modules that pass h on.
     """
@@ -95,7 +95,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class Whole:
-    """``module(x)``, of a module that is an MLP and no more."""
+    """``module(x)``, for a module that is exactly one MLP."""
 
     module: ast.expr
     inputs: Tuple[ast.expr, ...]
@@ -103,15 +103,15 @@ class Whole:
 
     @property
     def parts(self) -> Tuple[ast.expr, ...]:
-        """The expressions of the source in it."""
+        """The source expressions that it contains."""
         return (self.module, *self.inputs)
 
 
 @dataclass(frozen=True)
 class Modulation:
-    """``norm(x) * (1 + scale) + shift``, perhaps without a shift: what the source does to the result of a norm.
+    """``norm(x) * (1 + scale) + shift`` in the source; the shift is optional.
 
-    ``wide``: that is ``(norm(x.float()) * (1 + scale) + shift).type_as(x)``.
+    ``wide``: it is ``(norm(x.float()) * (1 + scale) + shift).type_as(x)``.
     """
 
     scale: ast.expr
@@ -120,17 +120,18 @@ class Modulation:
 
     @property
     def parts(self) -> Tuple[ast.expr, ...]:
-        """The expressions of the source in it."""
+        """The source expressions that it contains."""
         return (self.scale,) if self.shift is None else (self.scale, self.shift)
 
 
 @dataclass(frozen=True)
 class Block:
-    """``last(residual + ...(...(mlp(first(x))) * factor))``, of which a sum must be there, of an MLP in one method.
+    """``last(residual + ...(...(mlp(first(x))) * factor))`` of an MLP in one method. Only the sum is required.
 
-    The residual is a name, or a sum of names. ``modulation`` is that of the first norm. ``behind`` is to the sum what
-    ``between`` is to the last projection, and may have a norm or a scale in it. The match's own input is what the first
-    norm is given. ``wide``: the sum is ``(residual.float() + ...float() * factor).type_as(residual)``.
+    The residual is a name or a sum of names. ``modulation`` applies to the first norm. ``behind`` are the operations
+    before the sum, as ``between`` are those before the last projection, and may include a norm or a scale. The match's
+    own input is that of the first norm.
+    ``wide``: the sum is ``(residual.float() + ...float() * factor).type_as(residual)``.
     """
 
     match: Union[Match, Whole]
@@ -149,7 +150,7 @@ class Block:
 
     @property
     def parts(self) -> Tuple[ast.expr, ...]:
-        """The expressions of the source in it."""
+        """The source expressions that it contains."""
         others = (part for part in (self.factor, self.first, self.last) if part is not None)
         modulation = () if self.modulation is None else self.modulation.parts
         return (*self.match.parts, *self.behind, self.residual, *others, *modulation)
@@ -157,14 +158,14 @@ class Block:
 
 @dataclass(frozen=True)
 class Turns:
-    """``for module in modules: x = module(x)``, of modules with MLPs among them."""
+    """``for module in modules: x = module(x)``, for modules that include MLPs."""
 
     modules: ast.expr
     x: ast.Name
 
     @property
     def parts(self) -> Tuple[ast.expr, ...]:
-        """The expressions of the source in it."""
+        """The source expressions that it contains."""
         return (self.modules, self.x)
 
 

@@ -9,14 +9,15 @@ from dataclasses import dataclass, field, replace
 class Pattern:
     """The form of an MLP, or of the part of one that a fused call computes.
 
-    ``gated``: ``act(gate) * up``, else ``act`` of one value. ``whole``: a last projection follows. ``packed``: gate and
-    up are the halves of one projection's output. ``pointwise``: no projection is part of it.
+    ``gated``: ``act(gate) * up``, otherwise ``act`` of one value. ``whole``: a last projection follows. ``packed``:
+    gate and up are the halves of one projection's output. ``pointwise``: it contains no projection.
 
-    ``up_first``: up is the first half where they are packed, or the first factor where there is no projection.
-    ``up_left``: up is the left factor of the product, which decides how the product lies in memory where the two lie
-    differently. ``up_before``: up is computed before gate. ``memory``: what training keeps.
+    ``up_first``: up is the first half if they are packed, or the first factor if there is no projection. ``up_left``:
+    up is the left factor of the product, which decides the product's memory layout if those of gate and up differ.
+    ``up_before``: up is computed before gate. ``memory``: the values that training keeps.
 
-    ``op`` is the name of the op that computes it, if one does; ``first_half`` the pattern without the last projection.
+    ``op`` is the name of the op that computes it, if one does; ``first_half`` is the pattern without the last
+    projection.
     """
 
     gated: bool = False

@@ -11,12 +11,12 @@ from ..reading.effects import is_harmless
 class Role:
     """The roles of callees.
 
-    - PROJECTION: a linear layer; LAYER: another module with parameters; SEQUENCE: a list of modules with MLPs in it
+    - PROJECTION: a linear layer; LAYER: another module with parameters; SEQUENCE: a list of modules that includes MLPs
     - FIRST: a module that computes the hidden values of an MLP; SECOND: one that begins with the last projection of an
-      MLP; WHOLE: one that is an MLP and no more; NORM, SCALE: see ``norms``
+      MLP; WHOLE: one that is exactly one MLP; NORM, SCALE: see ``norms``
     - ACTIVATION: a row of the table; SIGMOID: a row that gates other things too; BOUND: a row that is a method;
       UNKNOWN: an activation without a row; PRODUCT: a function of two tensors that is ``act(gate) * up``
-    - PASSING: a module that hands its input on in evaluation; DROPOUT: F.dropout
+    - PASSING: a module that returns its input in evaluation; DROPOUT: F.dropout
     - ASKING: isinstance; FLAG: a function that returns a global; OTHER: known to be none of these
     """
 
@@ -32,7 +32,7 @@ class Role:
 
 RoleOf = Callable[[ast.expr], Optional[str]]  # the role of a callee
 
-# Methods of tensors that change nothing.
+# Methods of tensors without side effects.
 _HARMLESS_METHODS = {"chunk", "clamp", "float", "reshape", "to", "type_as", "unsqueeze", "view"}
 
 
@@ -44,7 +44,7 @@ def is_call(node: ast.expr, role: RoleOf, *wanted: str) -> bool:
 
 
 def passed_through(node: ast.expr, role: RoleOf) -> Optional[ast.expr]:
-    """A module that the hidden values go through, or the probability of a dropout that is a function."""
+    """Return a module that passes the hidden values on, or the probability of a functional dropout; None otherwise."""
     if is_call(node, role, Role.PASSING):
         return node.func
     if not (isinstance(node, ast.Call) and node.args and role(node.func) == Role.DROPOUT):
@@ -59,12 +59,12 @@ def passed_through(node: ast.expr, role: RoleOf) -> Optional[ast.expr]:
 
 
 def asking(role: RoleOf) -> Callable[[ast.expr], bool]:
-    """Tells calls of isinstance by their callees."""
+    """Return a predicate on callees that is true for isinstance."""
     return lambda callee: role(callee) == Role.ASKING
 
 
 def harmless_calls(role: RoleOf, also: Optional[str] = None) -> Callable[[ast.expr], bool]:
-    """Tells calls of methods of tensors, and of what has the role ``also``, by their callees."""
+    """Return a predicate on callees that is true for methods of tensors, and for callees with the role ``also``."""
 
     def tells(callee: ast.expr) -> bool:
         found = role(callee)

@@ -1,6 +1,6 @@
-"""Finds MLPs in the source of a function: where the output of a projection goes through an activation.
+"""Search for MLPs in the source of a function: projections whose output goes through an activation.
 
-What is understood is listed; other syntax is left as it is. P is a projection, A an activation.
+Only listed syntax is matched; all other code stays as it is. P is a projection, A an activation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def matches_of(value: Value, role: RoleOf) -> Iterator[AnyMatch]:
 
 
 def _blocks_of(value: Value, role: RoleOf) -> Iterator[Block]:
-    """``last(residual + ...(whole of first(x)) * factor)``, with or without norms and a factor."""
+    """Match ``last(residual + ...(whole of first(x)) * factor)``, with or without norms and a factor."""
     last, summed = None, value
     if is_call(value.node, role, Role.NORM):
         last, summed = value.node.func, value.part(value.node.args[0])
@@ -55,7 +55,7 @@ def _blocks_of(value: Value, role: RoleOf) -> Iterator[Block]:
                 match = Whole(inner.node.func, (inner.node.args[0],), inner.read)
             elif match is None or match.pattern.gated:
                 continue
-            else:  # the first projection
+            else:  # find the first projection
                 hidden, _ = _through(inner.part(inner.node.args[0]), role, inner.node.func)
                 _, first = _applied(hidden, role)
             is_normed = last is not None or (norm is not None and role(norm) == Role.NORM)
@@ -65,7 +65,7 @@ def _blocks_of(value: Value, role: RoleOf) -> Iterator[Block]:
 
 
 def _with_first_norm(block: Block, x: Value, role: RoleOf) -> Iterator[Block]:
-    """A block with the norm that its MLP's input comes out of, and what modulates that norm."""
+    """Yield a block extended by the norm that produces its MLP's input, with that norm's modulation if there is one."""
     inner, narrow = _narrowed(x)
     for modulation, given in ((None, x), _modulated(inner, role)):
         if given is None or given.half is not None or not is_call(given.node, role, Role.NORM):
@@ -89,7 +89,7 @@ def _narrowed(value: Value) -> Tuple[Value, Optional[str]]:
 
 
 def _widened(node: ast.expr, name: Optional[str] = None) -> Optional[ast.expr]:
-    """``h`` of ``h.float()``, if it has this name; None of anything else."""
+    """Return ``h`` in ``h.float()``, if it has this name; None for anything else."""
     is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "float"
     if not is_method or node.args or node.keywords:
         return None
@@ -120,14 +120,14 @@ def _modulated(value: Value, role: RoleOf) -> Tuple[Optional[Modulation], Option
 
 
 def _is_sum_of_names(node: ast.expr) -> bool:
-    """True if an expression is a sum of names, whose time of evaluation does not matter."""
+    """True if an expression is a sum of names, which may be evaluated at any time."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _is_sum_of_names(node.left) and _is_sum_of_names(node.right)
     return isinstance(node, ast.Name)
 
 
 def _factored(value: Value) -> Iterator[Tuple[Value, Optional[ast.expr]]]:
-    """The values that may be multiplied by a number, an attribute or a name before they are added, with that factor.
+    """Yield the values that may be multiplied by a number, an attribute or a name before the sum, with that factor.
 
     The value itself comes last, without a factor.
     """
@@ -140,7 +140,8 @@ def _factored(value: Value) -> Iterator[Tuple[Value, Optional[ast.expr]]]:
 
 
 def _behind(value: Value, role: RoleOf) -> Tuple[Value, Tuple[ast.expr, ...], Optional[ast.expr]]:
-    """Split a value into the input of the modules and dropouts around it, these modules, and the norm or scale in them.
+    """Split a value into the input of the surrounding modules and dropouts, these modules, and the norm or scale in
+    them.
 
     The last is None if there is no norm or scale.
     """
@@ -153,7 +154,7 @@ def _behind(value: Value, role: RoleOf) -> Tuple[Value, Tuple[ast.expr, ...], Op
 
 
 def _whole(value: Value, role: RoleOf) -> Optional[Match]:
-    """``P(...(hidden))``"""
+    """Match ``P(...(hidden))``."""
     if not is_call(value.node, role, Role.PROJECTION):
         return None
     last = value.node.func
@@ -166,7 +167,7 @@ def _whole(value: Value, role: RoleOf) -> Optional[Match]:
 
 
 def _through(value: Value, role: RoleOf, projection: Optional[ast.expr] = None) -> Tuple[Value, Tuple[ast.expr, ...]]:
-    """Split a value into the input of the modules, dropouts and casts for a projection around it, and these parts."""
+    """Split a value into the input of the surrounding modules, dropouts and casts for a projection, and these parts."""
     between: List[ast.expr] = []
     while True:
         part = None if value.half is not None else passed_through(value.node, role)
@@ -182,8 +183,8 @@ def _through(value: Value, role: RoleOf, projection: Optional[ast.expr] = None) 
 
 
 def _split_mlp(value: Value, role: RoleOf) -> Optional[SplitMLP]:
-    """``second(first(x), ...)``; what the second module is given besides are names, which the first
-    module cannot bind anew."""
+    """Match ``second(first(x), ...)``. The second module's other arguments must be names or constants: the first module
+    cannot rebind those."""
     node = value.node
     if not (isinstance(node, ast.Call) and node.args and role(node.func) == Role.SECOND):
         return None
@@ -198,7 +199,7 @@ def _split_mlp(value: Value, role: RoleOf) -> Optional[SplitMLP]:
 
 
 def _hidden(value: Value, role: RoleOf) -> Optional[Match]:
-    """``A(P(x))``, ``A(P(x)) * P(x)``, ``A(half) * other_half`` of ``P(x)``"""
+    """Match ``A(P(x))``, ``A(P(x)) * P(x)``, or ``A(half) * other_half`` of ``P(x)``."""
     act, inner = _applied(value, role)
     if act is not None and inner.half is None and is_call(inner.node, role, Role.PROJECTION):
         return Match(Pattern(), (inner.node.args[0],), (inner.node.func,), act, read=inner.read)
@@ -219,12 +220,12 @@ def _hidden(value: Value, role: RoleOf) -> Optional[Match]:
 
 
 def _is_before(node: ast.expr, other: ast.expr) -> bool:
-    """True if a node is evaluated before another that is no part of it."""
+    """True if a node is evaluated before another node that is not part of it."""
     return (node.lineno, node.col_offset) < (other.lineno, other.col_offset)
 
 
 def _pointwise(value: Value, role: RoleOf) -> Optional[Match]:
-    """``A(gate) * up``, computed in the order of the source, but that A may wait for up."""
+    """Match ``A(gate) * up``, evaluated in the order of the source, except that A may run after up."""
     for act, factor, _, up in gated(value, role):
         if act.form != "call":
             continue
@@ -232,7 +233,7 @@ def _pointwise(value: Value, role: RoleOf) -> Optional[Match]:
         if direct and not up_left:
             fresh = is_call(gate, role, *Role.LAYERS, Role.PROJECTION) and is_call(up, role, *Role.LAYERS)
             is_safe = fresh or is_harmless(up, harmless_calls(role, Role.PROJECTION))
-        else:  # in its place, or before a gate that was computed elsewhere
+        else:  # in place, or before a gate that was computed elsewhere
             is_safe = direct or is_harmless(up, harmless_calls(role, None if up_left else Role.PROJECTION))
         if is_safe:
             pattern = Pattern(gated=True, pointwise=True, up_first=up_left)
@@ -241,7 +242,7 @@ def _pointwise(value: Value, role: RoleOf) -> Optional[Match]:
 
 
 def gated(value: Value, role: RoleOf) -> Iterator[Tuple[Act, Value, Value, ast.expr]]:
-    """The activation in a product, the factor that it is, what it is applied to, and the other factor."""
+    """Yield the activation in a product, the factor that it produces, its argument, and the other factor."""
     if value.half is None and isinstance(value.node, ast.Call) and role(value.node.func) == Role.PRODUCT:
         given = value.node.args
         if len(given) == 2 and not value.node.keywords and not any(isinstance(each, ast.Starred) for each in given):
@@ -256,7 +257,7 @@ def gated(value: Value, role: RoleOf) -> Iterator[Tuple[Act, Value, Value, ast.e
 
 
 def _applied(value: Value, role: RoleOf) -> Tuple[Optional[Act], Optional[Value]]:
-    """The activation that gives a value, and what it is applied to."""
+    """Return the activation that produces a value, and its argument."""
     node = value.node
     found = role(node.func) if value.half is None and isinstance(node, ast.Call) else None
     if found not in Role.ACTIVATIONS:
@@ -274,7 +275,7 @@ def _applied(value: Value, role: RoleOf) -> Tuple[Optional[Act], Optional[Value]
 
 
 def start_of(function: ast.FunctionDef, role: RoleOf) -> Optional[Start]:
-    """The projection of the first argument, perhaps behind dropouts, that begins a method; None if there is none."""
+    """Match the projection of the first argument, perhaps after dropouts, that begins a method."""
     arguments = [*function.args.posonlyargs, *function.args.args]
     index = int(ast.get_docstring(function, clean=False) is not None)
     if len(arguments) < 2 or index == len(function.body) or not isinstance(function.body[index], SIMPLE):
@@ -290,7 +291,7 @@ def start_of(function: ast.FunctionDef, role: RoleOf) -> Optional[Start]:
 
 
 def ending_of(function: ast.FunctionDef, start: Start, role: RoleOf) -> Optional[Ending]:
-    """The residual sum, perhaps with a norm, that ends a method of two arguments; None if it computes anything else."""
+    """Match the residual sum, perhaps with a norm, that a method of two arguments returns."""
     given = function.args
     names = [argument.arg for argument in (*given.posonlyargs, *given.args)]
     if len(names) != 3 or given.vararg or given.kwonlyargs or given.kwarg or given.defaults:
@@ -324,7 +325,8 @@ def ending_of(function: ast.FunctionDef, start: Start, role: RoleOf) -> Optional
 
 
 def returned(function: ast.FunctionDef, role: RoleOf) -> Tuple[Optional[ast.Call], Tuple[ast.expr, ...]]:
-    """The call whose result a function returns, and what passes it on, modules and dropouts; if that is all it does."""
+    """Return the call whose result a function returns, and the modules and dropouts that pass it on; None if the
+    function does anything else."""
     found: Optional[ast.Call] = None
     name, behind = "", []
     *statements, last = body_of(function) or [ast.Pass()]

@@ -1,1 +1,1 @@
-"""The parts of an MLP: which activation, norm, linear layer or adapter something is, and what guards that."""
+"""The parts of an MLP: recognition of activations, norms, linear layers and adapters, and their guards."""

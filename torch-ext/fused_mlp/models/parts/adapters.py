@@ -1,7 +1,7 @@
-"""Linear layers with PEFT's low-rank adapters around them, as their modules hold them at a call.
+"""Linear layers with PEFT's low-rank adapters, read from their modules at each call.
 
-Their class is known by name, and what it computes by its source: the methods that a call runs are those of a version
-that was read. Any other version, class or variant of an adapter is called.
+A class is identified by its name and by a hash of the methods that a call runs; only versions whose source was analysed
+are read. Layers of any other version, class or adapter variant are called.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from . import quantized, refusals
 is_traced = torch.compiler.is_dynamo_compiling
 _NAME, _OF_4BIT = "peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit"
 _OF_8BIT, _OF_TORCHAO = "peft.tuners.lora.bnb.Linear8bitLt", "peft.tuners.lora.torchao.TorchaoLoraLinear"
-# The names that its forward looks up in the class. Versions before 0.15 have no _cast_input_dtype.
+# The names that the forward looks up in the class. Versions before 0.15 have no _cast_input_dtype.
 _METHODS = ("forward", "_cast_input_dtype", "_check_forward_args", "disable_adapters", "merged", "active_adapters")
 _METHODS += ("active_adapter",)
-# Hashes of the source of these methods, each with the first version that has it.
+# Hashes of the source of these methods, each with the first version that contains it.
 _DIGESTS = {
     _NAME: {
         "c7d74534b63f24c0": "0.11",
@@ -50,24 +50,25 @@ _DIGESTS = {
     },
     _OF_8BIT: {"6397ad6ac4bba5ca": "0.20"},
 }
-_DIGESTS[_OF_TORCHAO] = _DIGESTS[_NAME]  # it inherits all of them
+_DIGESTS[_OF_TORCHAO] = _DIGESTS[_NAME]  # it inherits all of these methods
 
 
-# Those known by now, and what they looked up when they were read: owners, names and values. Compiled code asks them.
+# Known classes, with the owners, names and values that they looked up when analysed. Compiled code reads this.
 CLASSES: Dict[type, Tuple[Tuple[Any, str, Any], ...]] = {}
 
 
 def is_adapted(part: nn.Module) -> bool:
-    """True if a module is a layer of PEFT's LoRA, whatever its state is, around a weight that may be read."""
+    """True if a module is a PEFT LoRA layer, in any state, around a weight that may be read."""
     kind = type(part)
     return known(kind) is not None and (kind.__qualname__ == "Linear" or dispatch.may_train_quantized())
 
 
 def layer_of(part: nn.Module) -> Union[str, Layer]:
-    """The operands of a linear layer, with its adapter if it has one; or, as a noun phrase, why it must be called.
+    """Return the operands of a linear layer, with its adapter if it has one; or a noun phrase for why it must be
+    called.
 
-    torch.compile calls all layers with adapters, or quantised weights: no op takes them there, and Dynamo cannot look
-    for a source.
+    Under torch.compile all layers with adapters or quantised weights are called: no op supports them there, and Dynamo
+    cannot trace the look-up of source code.
     """
     if is_traced():
         found = refusals.parameters_of(part)
@@ -82,13 +83,13 @@ def layer_of(part: nn.Module) -> Union[str, Layer]:
 
 
 def of_projection(part: nn.Module) -> Optional[str]:
-    """The reason why a projection has to be called, or None if it is a plain linear layer, perhaps with an adapter."""
+    """Return why a projection has to be called; None if it is a plain linear layer, perhaps with an adapter."""
     found = layer_of(part)
     return found if isinstance(found, str) else None
 
 
 def of_state(part: nn.Module) -> Optional[str]:
-    """The reason why a projection has to be called in its present state: in training that may be a dropout."""
+    """Return why a projection has to be called in its present state, which may include active dropout."""
     found = layer_of(part)
     if isinstance(found, str):
         return found
@@ -97,7 +98,7 @@ def of_state(part: nn.Module) -> Optional[str]:
 
 
 def words_of(parts: Iterable[nn.Module]) -> str:
-    """The words for the formats and adapters of layers, behind the pattern of their MLP; nothing for plain ones."""
+    """Return the report's words for layers' formats and adapters, which follow the MLP's pattern; empty if plain."""
     found = [layer for layer in map(layer_of, parts) if not isinstance(layer, str)]
     ranks = {layer.adapter.a.shape[0] for layer in found if layer.adapter is not None}
     with_adapters = f"{_WITH_ADAPTERS} of rank {', '.join(map(str, sorted(ranks)))}" if ranks else ""
@@ -105,7 +106,7 @@ def words_of(parts: Iterable[nn.Module]) -> str:
 
 
 def is_said_in(pattern: str) -> bool:
-    """True if a pattern has such words."""
+    """True if a pattern contains such words."""
     return _WITH_ADAPTERS in pattern or quantized.is_said_in(pattern)
 
 
@@ -113,18 +114,18 @@ _WITH_ADAPTERS = " with LoRA"
 
 
 def is_wrapped(part: nn.Module) -> bool:
-    """True for a layer that multiplies in a way of its own as long as it is there: none whose class is known."""
+    """True for a layer with a product of its own, as long as it is in place; False for layers of known classes."""
     return refusals.is_wrapped(part) and not is_known(part)
 
 
 def is_known(part: nn.Module) -> bool:
-    """True for a layer with adapters, or quantised weights, of a class that is read."""
+    """True for a layer with adapters or quantised weights whose class is known."""
     return is_adapted(part) or quantized.is_read(part)
 
 
 def is_plainly_left(part: nn.Module) -> bool:
-    """True if the adapters of a layer are of another kind, several at once, or behind dropout that no op takes: all
-    that it takes to call it, where it is asked at every call."""
+    """True if a layer's adapters are of another kind, more than one is active, or they have a dropout that no op
+    supports. This is the cheap check for layers that are examined at every call and have to be called."""
     state = part.__dict__
     name = state.get("_active_adapter")
     if type(name) is list:
@@ -170,7 +171,7 @@ def _read(part: nn.Module) -> Union[str, Layer]:
         return adapter
     if is_quantized and not dispatch.may_train_quantized():
         return f"a {kind} around a quantised weight on a CPU, where its own kernel runs"
-    is_of_any = is_quantized and base.dtype is None  # whose product has the dtype of what it is given
+    is_of_any = is_quantized and base.dtype is None  # the product then has its input's dtype
     if is_of_any and adapter.bias is not None:
         return f"a {kind} with an adapter bias around a weight in {base.weight.format}"
     dtype = adapter.a.dtype if is_of_any else base.dtype or base.weight.dtype
@@ -211,7 +212,7 @@ _CONTAINERS = {nn.ModuleDict}
 
 
 def parameters_of(part: nn.Module) -> Union[str, Tuple[Tensor, Optional[Tensor]]]:
-    """:func:`refusals.parameters_of`, in less time for what needs no more questions."""
+    """Like :func:`refusals.parameters_of`, but faster for layers that need no further checks."""
     if type(part) is not nn.Linear:
         return refusals.parameters_of(part)
     state = part.__dict__
@@ -230,14 +231,14 @@ def parameters_of(part: nn.Module) -> Union[str, Tuple[Tensor, Optional[Tensor]]
     return refusals.parameters_of(part)
 
 
-# Attributes of a module that may take the place of what its class, or torch, has put there.
+# Attributes of a module that may override those of its class or of torch.
 _OWN = {"forward", "weight", "bias", "_call_impl", "_compiled_call_impl"}
 _PLAIN = {torch.float32, torch.bfloat16, torch.float16}
 
 
 @functools.lru_cache(maxsize=64)
 def known(kind: type) -> Optional[Tuple[Tuple[Any, str, Any], ...]]:
-    """The methods of a class of PEFT's, if this is one and its source was read."""
+    """Return the methods of a class if it is one of PEFT's with known source; None otherwise."""
     name = name_of_class(kind)
     if name not in _DIGESTS or digest(kind) not in _DIGESTS[name]:
         return None
@@ -247,5 +248,5 @@ def known(kind: type) -> Optional[Tuple[Tuple[Any, str, Any], ...]]:
 
 
 def digest(kind: type) -> Optional[str]:
-    """A hash of the source of the methods that a call of a class runs; None where there is none."""
+    """Return a hash of the source of the methods that a call of a class runs; None if there is none."""
     return source.digest(source.codes_of(kind, _METHODS))

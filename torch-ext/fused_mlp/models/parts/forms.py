@@ -1,8 +1,7 @@
-"""Activations that a method does not call as a function or a module of one tensor alone.
+"""Activations that a method calls other than as a function or module of one tensor.
 
-What a rewritten method makes of ``F.gelu(h, approximate=self.approximate)``, or of a function of gate and up: a
-callable that computes what the source says, and knows which row of the table that is, by what the parts are at the
-time.
+A rewritten method turns ``F.gelu(h, approximate=self.approximate)``, or a function of gate and up, into a callable that
+computes the same and knows which row of the table that is, given the current state of its parts.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from ..proving import activations
 from .guards import are_unchanged, guards_of
 from .recognition import activation_of, name_of
 
-# As they were when this was imported: what is put in their place is called.
+# The functions at import. Replacements patched in later are called.
 _GELU_FUNCTION = F.gelu
 _GELU = {"none": get_activation("gelu"), "tanh": get_activation("gelu_pytorch_tanh")}  # by ``approximate``
 _INPLACE = (F.relu, F.silu)  # functions with an option of that name
 
 
 class Form:
-    """``function`` of one tensor; ``activation`` is the row of the table that it computes, if it does."""
+    """``function`` of one tensor; ``activation`` is the row of the table that it computes, or None."""
 
     def __init__(
         self,
@@ -40,12 +39,12 @@ class Form:
 
 
 def row_of(act: Callable[[Tensor], Tensor]) -> Optional[Activation]:
-    """The row of the table that an activation of a match computes, or None."""
+    """Return the row of the table that an activation of a match computes, or None."""
     return act.activation if type(act) is Form else activation_of(act)
 
 
 def call(function: Callable[..., Tensor], *options: Any, **named: Any) -> Form:
-    """``function(h, *options, **named)``, with at least one option"""
+    """Return ``function(h, *options, **named)`` as a form; there is at least one option."""
     row, inplace = activation_of(function), False
     if function in _INPLACE:
         inplace, *others = (*options, *named.values())
@@ -58,7 +57,7 @@ def call(function: Callable[..., Tensor], *options: Any, **named: Any) -> Form:
 
 
 def factor(function: Callable[[Tensor, Tensor], Tensor]) -> Form:
-    """``act`` where ``function(h, up)`` is ``act(h) * up``"""
+    """Return ``act`` as a form if ``function(h, up)`` computes ``act(h) * up``."""
     form, unchanged = _products.get(function, (None, ()))
     if form is not None and are_unchanged(unchanged):
         return form
@@ -71,7 +70,7 @@ def factor(function: Callable[[Tensor, Tensor], Tensor]) -> Form:
     return form
 
 
-_products: Dict[Callable[..., Tensor], Tuple[Form, Tuple[Any, ...]]] = {}  # those met, and what they rest on
+_products: Dict[Callable[..., Tensor], Tuple[Form, Tuple[Any, ...]]] = {}  # known products and their guards
 
 
 FORMS: Dict[str, Callable[..., Form]] = {"call": call, "factor": factor}

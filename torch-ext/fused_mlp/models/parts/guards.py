@@ -1,4 +1,4 @@
-"""Guards: what a reading of code rests on, in the form that compiled code checks at each call."""
+"""Guards: the dependencies of a proof, in the form that compiled code checks at each call."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from ...backends import native
 from ..proving.values import MISSING, Dependency
 from ..reading import attributes
 
-# Compiled, if there is compiled code.
+# The compiled check, if there is compiled code.
 are_unchanged = getattr(native.plain_modules, "are_unchanged", attributes.are_unchanged)
 
 
 class Guards(NamedTuple):
-    """``unchanged`` are attributes: owner, name and value. The owner of a global name is a dictionary; a name without a
-    value must not be in it.
+    """``unchanged`` are attributes: owner, name and value. For a global name the owner is a dictionary; a name without
+    a value must not be in it.
 
-    ``own`` are items of the module's ``__dict__``: a name and its value, or a name alone that must not be there.
-    ``hidden`` are names that the module's class must not have.
+    ``own`` are items of the module's ``__dict__``: (name, value), or (name,) if the name must be absent. ``hidden`` are
+    names that the module's class must not have.
     """
 
     unchanged: Tuple[Tuple[Any, ...], ...]
@@ -27,7 +27,7 @@ class Guards(NamedTuple):
 
 
 def guards_of(dependencies: Iterable[Dependency]) -> Optional[Guards]:
-    """The guards of a proof; None where compiled code cannot ask for one of its dependencies."""
+    """Return the guards of a proof; None if compiled code cannot check one of its dependencies."""
     unchanged: List[Tuple[Any, ...]] = []
     own: List[Tuple[Any, ...]] = []
     hidden: List[str] = []
@@ -43,6 +43,6 @@ def guards_of(dependencies: Iterable[Dependency]) -> Optional[Guards]:
             hidden.append(name)
         elif value is MISSING:
             unchanged.append((owner, name))
-        elif not (value is None and isinstance(owner, FunctionType)):  # defaults that a function does not have
+        elif not (value is None and isinstance(owner, FunctionType)):  # a function without defaults
             unchanged.append((owner, "cell_contents" if type(owner) is CellType else name, value))
     return Guards(tuple(unchanged), tuple(own), tuple(hidden))

@@ -24,10 +24,10 @@ LAYER, RMS, RMS_OF_ONE_MORE, SCALE = 1, 2, 3, 4  # the codes of the ops (torch-e
 
 
 class Norm(NamedTuple):
-    """A class of norms: its code, and the attributes that are its eps, if it has one, and its weight.
+    """A class of norms: its code, and the attributes that hold its eps, if it has one, and its weight.
 
-    ``rounded``: what is normed is rounded before it is multiplied by the weight. ``wide``: the weight may be of float32
-    where x is not.
+    ``rounded``: the normalised values are rounded before the multiplication by the weight. ``wide``: the weight may be
+    float32 although x is not.
     """
 
     guards: Guards
@@ -54,7 +54,7 @@ _OF_TORCH = tuple(known)
 
 
 def code_of(module: nn.Module) -> Optional[int]:
-    """The code of a norm or a scale, whose class is in ``known`` from then on; None for any other module."""
+    """Return the code of a norm or a scale and register its class in ``known``; None for any other module."""
     kind, state = type(module), module.__dict__
     if kind in _OF_TORCH:
         return known[kind].code
@@ -87,7 +87,7 @@ def _proved(module: nn.Module, forward: FunctionType) -> Proof:
 
 
 def _is_narrow(condition: Node) -> Optional[bool]:
-    """True if a condition asks whether the weight has 16 bits: where it has not, the cast that follows does nothing."""
+    """True if a condition tests for a 16-bit weight; for other weights, the cast that it guards does nothing."""
     if condition.op != "in":
         return None
     (of, among) = condition.args
@@ -95,7 +95,7 @@ def _is_narrow(condition: Node) -> Optional[bool]:
 
 
 def _is_own(node: Node) -> bool:
-    """True for what has the dtype of x, as the weight of a norm that is fused does."""
+    """True for nodes with the dtype of x, which the weight of a fused norm has too."""
     return node == _X or node.op == "parameter"
 
 
@@ -159,7 +159,7 @@ def _leaf(node: Node, form: algebra.Form) -> Optional[Sum]:
     return atom("mean square")
 
 
-_OF_LAYER_NORM = ("weight", "bias", "normalized_shape", "")  # compiled code looks at these itself, and at the class
+_OF_LAYER_NORM = ("weight", "bias", "normalized_shape", "")  # compiled code checks these and the class
 
 
 def _is_layer_norm(value: Node) -> bool:

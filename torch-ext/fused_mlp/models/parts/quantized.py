@@ -1,8 +1,9 @@
-"""Linear layers with quantised weights, as their modules hold them at a call: bitsandbytes' of four bits and of
-int8, transformers' of FP8 in blocks and in rows, torch's with torchao's weights of int8 and FP8.
+"""Linear layers with quantised weights, read from their modules at each call: bitsandbytes' four-bit and int8 layers,
+transformers' FP8 layers with scales per block and per row, and torch's with torchao's int8 and FP8 weights.
 
-Their class is known by name, and what it computes by its source, as PEFT's are (``adapters``). Weights may be quantised
-when a module moves to a device, and may be decoded, replaced and moved again: each call reads what is there.
+A class is identified by its name and by a hash of its source, like PEFT's (``adapters``). A module may quantise its
+weight when it moves to a device, and weights may be decoded, replaced and moved again, so each call reads the current
+state.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ Guarded = Tuple[Tuple[Any, str, Any], ...]
 
 class _Class(NamedTuple):
     """The code that a call of a class of layers runs: its methods, the functions that these look up, and the autograd
-    function of the last one. ``digests`` are hashes of their source, each with the first version that has it;
-    ``format`` is that of their weights, where it is in blocks of rows and columns."""
+    function of the last one. ``digests`` are hashes of their source, each with the first version that contains it;
+    ``format`` is the format of weights with scales per block of rows and columns."""
 
     methods: Tuple[str, ...]
     functions: Tuple[str, ...]
@@ -72,7 +73,7 @@ CLASSES: Dict[str, _Class] = {
         ("forward",), ("quantize_fp8_per_row", "_scaled_mm_rowwise"), None, {"52c146d100529629": "5.22"}, "fp8"
     ),
 }
-# The same of torchao's product, by the class of the weight.
+# The same for torchao's product, by the class of the weight.
 _TENSORS = {
     "torchao.quantization.Int8Tensor": "int8",
     "torchao.quantization.Float8Tensor": "fp8",
@@ -82,12 +83,12 @@ TENSOR_DIGESTS = dict.fromkeys(("0aed1dbfb2e63f18", "42c8ad64cc1146f8", "3d117d8
 
 
 def is_read(part: nn.Module) -> bool:
-    """True for a layer whose quantised weight functions of this package may take, on the devices of this build."""
+    """True for a layer whose quantised weight this package's functions may read on the devices of this build."""
     return is_known(part) and dispatch.may_take_quantized()
 
 
 def is_known(part: nn.Module) -> bool:
-    """True for a layer of a class, or with a weight of a class, that was read."""
+    """True for a layer of a known class, or with a weight of a known class."""
     kind = type(part)
     if kind is nn.Linear:
         return known_tensor(type(part.__dict__["_parameters"].get("weight"))) is not None
@@ -96,7 +97,7 @@ def is_known(part: nn.Module) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def known(kind: type) -> Optional[Guarded]:
-    """The attributes that the reading of a class rests on, if it is one of those named and its source was read."""
+    """Return the attributes that a class depends on if it is one of those named with known source, else None."""
     if name_of_class(kind) not in CLASSES or digest_of(kind) not in CLASSES[name_of_class(kind)].digests:
         return None
     methods = ("__call__", *CLASSES[name_of_class(kind)].methods)
@@ -107,9 +108,9 @@ def known(kind: type) -> Optional[Guarded]:
     return unchanged
 
 
-# By class of layers, or of torchao's weights, that compiled code reads too: the attributes that the reading rests on,
-# the form that the code is for, and the class of weights; by format of four bits and index of a device, the values of
-# its codes (torch-ext/calls/quantized/packed_layer.cpp).
+# Classes of layers, and of torchao's weights, that compiled code reads too, with the attributes they depend on, the
+# form of the code and the class of the weights; and the values of codes by four-bit format and device index
+# (torch-ext/calls/quantized/packed_layer.cpp).
 COMPILED: Dict[type, Tuple[Guarded, int, type]] = {}
 CODES: Dict[str, Dict[int, Tensor]] = {}
 _FORMS = (_OF_4BIT, CLASSES[_FP8], CLASSES[_INT8], CLASSES[_FP8_ROWS])
@@ -122,7 +123,7 @@ def _know_codes(format: str, device: torch.device) -> None:
 
 
 def digest_of(kind: type) -> Optional[str]:
-    """A hash of the source that a call of such a class runs; None where there is none."""
+    """Return a hash of the source that a call of such a class runs; None if there is none."""
     what, called = CLASSES[name_of_class(kind)], [value for *_, value in _called(kind)]
     if len(called) != len(what.functions) + (what.product is not None):
         return None
@@ -132,7 +133,7 @@ def digest_of(kind: type) -> Optional[str]:
 
 
 def _called(kind: type) -> Guarded:
-    """The functions that the forward of a class calls: owners, names and values; less where one is not as known."""
+    """Return the functions that a class's forward calls: owners, names, values. Fewer if one is not as expected."""
     what, forward = CLASSES[name_of_class(kind)], getattr(kind, "forward", None)
     found = []
     for path in what.functions if isinstance(forward, FunctionType) else ():
@@ -151,7 +152,7 @@ def _called(kind: type) -> Guarded:
 
 @functools.lru_cache(maxsize=64)
 def known_tensor(kind: type) -> Optional[Guarded]:
-    """The attributes that the reading of a class of weights rests on, if it is torchao's and its source was read."""
+    """Return the attributes that a class of weights depends on if it is torchao's with known source, else None."""
     if name_of_class(kind) not in _TENSORS or digest_of_tensor(kind) not in TENSOR_DIGESTS:
         return None
     products = kind._TORCH_FN_TABLE[kind]
@@ -163,7 +164,7 @@ def known_tensor(kind: type) -> Optional[Guarded]:
 
 
 def digest_of_tensor(kind: type) -> Optional[str]:
-    """A hash of the source that the product with a weight of torchao's runs; None where there is none."""
+    """Return a hash of the source that the product with one of torchao's weights runs; None if there is none."""
     product = getattr(kind, "_TORCH_FN_TABLE", {}).get(kind, {}).get(F.linear)
     product = getattr(product, "__wrapped__", None)
     if not isinstance(product, FunctionType):
@@ -173,8 +174,8 @@ def digest_of_tensor(kind: type) -> Optional[str]:
 
 
 def is_plainly_left(part: nn.Module, x: Any) -> bool:
-    """True if a known layer is left to its own product of ``x`` whatever its weight is: all that it takes to call it,
-    where it is asked at every call."""
+    """True if a known layer's own product of ``x`` runs whatever its weight is. This is the cheap check for layers that
+    are examined at every call and have to be called."""
     of_tensor = type(part) is nn.Linear
     kind = type(part.__dict__["_parameters"]["weight"] if of_tensor else part)
     format = _TENSORS[name_of_class(kind)] if of_tensor else CLASSES[name_of_class(kind)].format
@@ -189,8 +190,8 @@ def is_plainly_left(part: nn.Module, x: Any) -> bool:
 
 
 def _least_trained(part: nn.Module, like: Tensor) -> Optional[int]:
-    """The number of rows from which on a layer with a weight in blocks is taken where autograd follows: those whose own
-    product has a gradient that goes by the decoded weight, and takes no less time. None for others."""
+    """Return the least number of rows at which a layer with a blocked weight is fused under autograd: if the gradient
+    of its own product uses the decoded weight, and that product is not faster. None for other layers."""
     if type(part) is not nn.Linear:
         return 0 if name_of_class(type(part)) == _INT8 and dispatch.may_train_rounded(like) else None
     weight = part.__dict__["_parameters"]["weight"]
@@ -200,7 +201,7 @@ def _least_trained(part: nn.Module, like: Tensor) -> Optional[int]:
 
 
 def layer_of(part: nn.Module) -> Union[str, Layer]:
-    """The operands of a layer of a known class; or, as a noun phrase, why it must be called."""
+    """Return the operands of a layer of a known class; or a noun phrase for why it must be called."""
     kind = type(part)
     if kind is nn.Linear:
         return _of_tensor(part)
@@ -226,7 +227,7 @@ def _read(part: nn.Module) -> Union[str, Layer]:
     state = part.__dict__
     held = state["_parameters"]
     weight, bias = held.get("weight"), held.get("bias")
-    # A plain parameter with the state of the other is what pickling makes of it.
+    # Pickling turns the weight into a plain parameter with the same state.
     if type(weight).__name__ not in _PARAMETERS or not held.keys().isdisjoint(state):
         return f"with a weight of type {type(weight).__name__}"
     packed = weight.__dict__.get("quant_state")
@@ -276,7 +277,7 @@ def _read_fp8(part: nn.Module) -> Union[str, Layer]:
     refusal = refusal or dispatch.blocked_refusal(out, width, block)
     if refusal is not None:
         return refusal
-    floats = scales.detach().float()  # those of e8m0 anew at each call: not every write to a tensor is seen
+    floats = scales.detach().float()  # converts e8m0 at each call: some writes cannot be detected
     found = quantized.QuantizedWeight(weight.detach(), floats, (out, width), "fp8", block)
     return Layer(found, bias, least_trained=None)
 
@@ -355,7 +356,7 @@ def _read_fp8_rows(part: nn.Module) -> Union[str, Layer]:
 def _in_rows(
     data: Tensor, scales: Tensor, bias: Optional[Tensor], least_trained: Optional[int], **options: int
 ) -> Union[str, Layer]:
-    """The operands of a layer whose weight has a scale for each row, or one for all."""
+    """Return the operands of a layer whose weight has a scale per row, or one in all."""
     out, width = data.shape
     if scales.dtype is not torch.float32 or not scales.is_contiguous() or scales.numel() not in (1, out):
         return f"with scales of {scales.dtype}"
@@ -378,12 +379,12 @@ _FIELDS = {"absmax", "shape", "blocksize", "quant_type", "nested", "offset"}
 
 _SCALES = (torch.float32, torch.float8_e8m0fnu)
 
-# Offsets of nested scales, by id: a weak reference, the version, and the number, which the host waits for once.
+# Offsets of nested scales, by id: a weak reference, the version, and the number, for which the host waits once.
 OFFSETS: Dict[int, Tuple[Any, int, float]] = {}
 
 
 def _number(offset: Tensor) -> Optional[float]:
-    """The number in a tensor; None where it is not known and may not be waited for."""
+    """Return the number in a tensor; None if it is unknown and must not be waited for."""
     key, version = id(offset), 0 if offset.is_inference() else offset._version
     known = OFFSETS.get(key)
     if known is not None and known[0]() is offset and known[1] == version:
@@ -396,7 +397,7 @@ def _number(offset: Tensor) -> Optional[float]:
 
 
 def words_of(weights: Iterable[Any]) -> str:
-    """The words for the formats of quantised weights, behind the pattern of their MLP; nothing where there are none."""
+    """Return the report's words for the formats of quantised weights, which follow the MLP's pattern; empty if none."""
     found = [each for each in weights if type(each) is quantized.QuantizedWeight]
     most = dispatch.most_blocked_rows(found[0].data, found) if quantized.are_blocked(*found) else dispatch.ANY_ROWS
     rows = f" up to {most} rows" if most < dispatch.ANY_ROWS else ""
@@ -406,5 +407,5 @@ def words_of(weights: Iterable[Any]) -> str:
 
 
 def is_said_in(pattern: str) -> bool:
-    """True if a pattern has such words."""
+    """True if a pattern contains such words."""
     return any(f" in {format}" in pattern for format in quantized.FORMATS)

@@ -15,9 +15,9 @@ from ..proving.values import Dependency, holds
 from ..reading.attributes import children_of, name_of_class, of_call, parameters_of
 from .guards import Guards, guards_of
 
-# Classes whose instances compute a row of the table whatever their attributes are; torch.nn.GELU is read below.
+# Classes whose instances compute a row of the table in any state; torch.nn.GELU is handled below.
 _BY_CLASS: Dict[str, str] = {name: row.name for row in ACTIVATIONS for name in (*row.classes, *row.composites)}
-# Those that do so by several operations of torch, by the name by which compiled code looks them up.
+# Classes that compute it with several torch operations, by the name under which compiled code looks them up.
 COMPOSITES = {name.rpartition(".")[2]: True for row in ACTIVATIONS for name in row.composites}
 
 
@@ -26,7 +26,7 @@ def is_composite(act: Any) -> bool:
     return type(act).__name__ in COMPOSITES
 
 
-# Functions and methods that compute a row of the table, of packages that may not be there.
+# Functions and methods of optional packages that compute a row of the table.
 _BY_QUALIFIED_NAME: Dict[str, str] = {
     "diffusers.models.activations.GEGLU.gelu": "gelu",
 }
@@ -38,10 +38,10 @@ _FUNCTIONS: Dict[Callable, str] = {
 
 _CALLABLES = (FunctionType, MethodType, type(torch.relu))
 
-# Functions, and forwards of classes, that spell out a row of the table, with the dependencies of that proof.
+# Functions, and forwards of classes, that spell out a row of the table, with the dependencies of the proof.
 _WRITTEN_OUT: Dict[FunctionType, Tuple[str, Tuple[Dependency, ...]]] = {}
 
-# Those of _BY_CLASS that were met: a class is looked up faster than its name is made. With the code of the forward.
+# Classes of _BY_CLASS seen so far, since a look-up by class is faster than building its name; and their forward's code.
 _classes: Dict[type, str] = {}
 _codes: Dict[type, Any] = {torch.nn.GELU: torch.nn.GELU.forward.__code__}
 
@@ -53,15 +53,15 @@ _OTHER_FUNCTIONS = {
 
 
 def activation_of(function: Union[torch.nn.Module, Callable]) -> Optional[Activation]:
-    """The row of the table that a module's activation attribute computes, or None where that cannot be told.
+    """Return the row of the table that a module's activation attribute computes, or None if that is unknown.
 
-    Modules are told by their class, functions by identity, or by what :func:`recognise` read of either, so the answer
-    costs no computation and torch.compile can follow it. A module with hooks or with a forward of its own is not
-    recognised, but for one whose class is made for that: a forward that ``kernels.kernelize`` put there computes what
-    the class does.
+    Modules are identified by their class, functions by identity, or either by the result of :func:`recognise`, so this
+    needs no computation and torch.compile can trace it. A module with hooks or with a forward of its own is not
+    recognised, unless its class allows one: a forward that ``kernels.kernelize`` installed there computes the same as
+    the class.
     """
     if not isinstance(function, torch.nn.Module):
-        if type(function) not in _CALLABLES:  # which may have code of its own where they are compared
+        if type(function) not in _CALLABLES:  # other types may run code of their own when compared
             return None
         name = _FUNCTIONS.get(function) or _written_out(function)
         if name is None and type(function) is not type(torch.relu):
@@ -79,9 +79,9 @@ def is_named(function: Union[torch.nn.Module, Callable]) -> bool:
 
 
 def recognise(function: Union[torch.nn.Module, Callable]) -> Optional[Activation]:
-    """:func:`activation_of`, once the source of a function, or of the forward of a module's class, has been read.
+    """Like :func:`activation_of`, but first analyse the source of a function, or of the forward of a module's class.
 
-    What is read there is remembered: from then on :func:`activation_of` tells it.
+    The result is cached, and :func:`activation_of` uses it from then on.
     """
     found = None if _code_of(function) is None else reading.read(function)
     if found is not None and found.row is not None and found.is_closed:
@@ -93,13 +93,13 @@ def recognise(function: Union[torch.nn.Module, Callable]) -> Optional[Activation
 
 
 def guards_of_read(function: Union[torch.nn.Module, Callable]) -> Optional[Guards]:
-    """The guards of what :func:`recognise` read; None for anything else."""
+    """Return the guards of the proof that :func:`recognise` made; None for anything else."""
     found = _WRITTEN_OUT.get(_code_of(function))
     return None if found is None else guards_of(found[1])
 
 
 def _written_out(function: Any) -> Optional[str]:
-    """The name of the row that was read of a function, if all that it rests on is as it was."""
+    """Return the name of the row that a function was proved to compute, if the proof's dependencies still hold."""
     found = _WRITTEN_OUT.get(function) if type(function) is FunctionType else None
     if found is None or not (torch.compiler.is_compiling() or holds(found[1], None)):
         return None
@@ -107,7 +107,7 @@ def _written_out(function: Any) -> Optional[str]:
 
 
 def looks_like_activation(function: Union[torch.nn.Module, Callable]) -> bool:
-    """True if a callable that is no row of the table computes a function of each element of its input."""
+    """True if a callable that is not in the table computes an elementwise function of its input."""
     if not isinstance(function, torch.nn.Module):
         return type(function) in _CALLABLES and (function in _OTHER_FUNCTIONS or _is_elementwise(function))
     kind = type(function)
@@ -126,7 +126,7 @@ def _is_elementwise(function: Union[torch.nn.Module, Callable]) -> bool:
 
 
 def _code_of(function: Union[torch.nn.Module, Callable]) -> Optional[FunctionType]:
-    """The Python function that calling something runs; None if there is none, or it is not alone."""
+    """Return the Python function that a call runs; None if there is none, or if it is wrapped."""
     if isinstance(function, torch.nn.Module):
         kind = type(function)
         runs_forward = kind.__call__ is torch.nn.Module.__call__ and not issubclass(kind, torch.jit.ScriptModule)
@@ -135,14 +135,14 @@ def _code_of(function: Union[torch.nn.Module, Callable]) -> Optional[FunctionTyp
 
 
 def alteration_of(function: Union[torch.nn.Module, Callable]) -> Optional[str]:
-    """The reason, as a noun phrase, why a module of a class in the table is not recognised; None for any other."""
+    """Return a noun phrase for why a module whose class is in the table is not recognised; None for any other."""
     if not isinstance(function, torch.nn.Module) or row_of_class(function) is None:
         return None
     return _alteration(function)
 
 
 def row_of_class(module: torch.nn.Module) -> Optional[str]:
-    """The name of the row that the class of a module computes, whatever was done to the module."""
+    """Return the name of the row that a module's class computes, however the instance was altered."""
     kind = type(module)
     if kind is torch.nn.GELU:
         return "gelu" if module.approximate == "none" else "gelu_pytorch_tanh"
@@ -151,7 +151,7 @@ def row_of_class(module: torch.nn.Module) -> Optional[str]:
     name = _BY_CLASS.get(name_of_class(kind))
     if name is not None and not torch.compiler.is_compiling():
         _classes[kind], _codes[kind] = name, getattr(getattr(kind, "forward", None), "__code__", None)
-    if name is not None or issubclass(kind, torch.jit.ScriptModule):  # whose class has no forward to look at
+    if name is not None or issubclass(kind, torch.jit.ScriptModule):  # a scripted class has no forward to look at
         return name
     return _written_out(kind.forward)
 
@@ -161,7 +161,7 @@ def _alteration(module: torch.nn.Module) -> Optional[str]:
     forward = kind.forward
     if kind.__call__ is not torch.nn.Linear.__call__ or hasattr(forward, "__wrapped__"):
         return "a patched class"
-    if kind in _codes and getattr(forward, "__code__", None) is not _codes[kind]:  # as autoreload replaces it
+    if kind in _codes and getattr(forward, "__code__", None) is not _codes[kind]:  # as autoreload does
         return "a patched class"
     if forward.__module__ != kind.__module__ and _written_out(forward) is None:
         return "a patched class"
@@ -170,7 +170,7 @@ def _alteration(module: torch.nn.Module) -> Optional[str]:
 
 def _by_qualified_name(function: Callable) -> Optional[str]:
     if hasattr(function, "__wrapped__") or not hasattr(function, "__qualname__"):
-        return None  # another's function under its name, or a method made of no function
+        return None  # a function that wraps another, or a method of a builtin
     name = f"{function.__module__}.{function.__qualname__}"
     if name == "diffusers.models.activations.GELU.gelu":
         return "gelu" if function.__self__.approximate == "none" else "gelu_pytorch_tanh"
@@ -178,7 +178,7 @@ def _by_qualified_name(function: Callable) -> Optional[str]:
 
 
 def name_of(function: Union[torch.nn.Module, Callable]) -> str:
-    """A short name of an activation for messages: its class, or its function's name."""
+    """Return a short name of an activation for messages: its class or its function's name."""
     if isinstance(function, torch.nn.Module):
         return type(function).__name__
     return getattr(function, "__name__", type(function).__name__)

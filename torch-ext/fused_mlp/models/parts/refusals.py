@@ -1,7 +1,7 @@
-"""When a module must be called as it is: what its call does that reading its weights, or its class, would skip.
+"""Checks for modules that must be called: reading their weights or class would skip effects of the call.
 
-A projection may be wrapped by an adapter, quantised, sharded, offloaded or watched by hooks. The rule is narrow on
-purpose: what is not known to be plain is called. The answers are noun phrases, for reports.
+A projection may be wrapped by an adapter, quantised, sharded, offloaded or watched by hooks. The rule is deliberately
+narrow: a module that is not known to be plain is called. The reasons are noun phrases, for reports.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ...backends import native
 from ...operands import NARROWED, is_narrowed
 from ..reading.attributes import PLAIN_FORWARDS, name_of_class, of_call, state_of
 
-# Linear layers of transformers with a class of their own, and whether their weight is [in, out]. Falcon's adds its bias
-# to the product, and the sum may have the bias's dtype: it stands for torch's without a bias alone.
+# Linear classes of transformers, and whether their weight is [in, out]. Falcon's adds its bias to the product, and the
+# sum may have the bias's dtype, so it is equivalent to torch's only without a bias.
 _OTHER_LINEARS = {
     "transformers.pytorch_utils.Conv1D": True,  # GPT-2's
     "transformers.models.falcon.modeling_falcon.FalconLinear": False,
@@ -31,7 +31,7 @@ _OTHER_LINEARS = {
 
 
 def unpatched(owner: Any, name: str, home: Any) -> Any:
-    """The attribute of ``owner``, if it was written in the module ``home``; None if somebody put it there."""
+    """Return an attribute of ``owner`` if it was defined in the module ``home``; None if it was patched."""
     function = getattr(owner, name)
     if isinstance(function, FunctionType):
         return None if hasattr(function, "__wrapped__") or function.__globals__ is not vars(home) else function
@@ -39,9 +39,9 @@ def unpatched(owner: Any, name: str, home: Any) -> Any:
 
 
 # Functions that the parts of an MLP call, activations included. Profilers that count operations, quantisers and
-# loggers put functions of their own in these places.
+# loggers patch them.
 _PATCHABLE = (
-    (nn.Linear, "__call__", _torch_module),  # and with it that of every module
+    (nn.Linear, "__call__", _torch_module),  # and with it every module's
     (nn.Linear, "forward", nn.modules.linear),
     *((F, name, F) for name in ("linear", "dropout")),
     (torch, "addmm", torch),
@@ -49,11 +49,11 @@ _PATCHABLE = (
 )
 _ORIGINALS = tuple((owner, name, unpatched(owner, name, home)) for owner, name, home in _PATCHABLE)
 _CALL = _ORIGINALS[0][2]
-_are_unchanged = getattr(native.plain_modules, "are_unchanged", None)  # the same in compiled code
+_are_unchanged = getattr(native.plain_modules, "are_unchanged", None)  # the same check in compiled code
 
 
 def linear_forward(self: nn.Module, input: Tensor) -> Tensor:
-    """The forward of the layer that ``kernels.kernelize`` puts into linear layers: they stay plain."""
+    """Forward of the layer that ``kernels.kernelize`` installs in linear layers, which stay plain."""
     return functional.linear(input, self.weight, self.bias)
 
 
@@ -62,7 +62,7 @@ PLAIN_FORWARDS[nn.Linear] = linear_forward
 
 
 def of_global_state() -> Optional[str]:
-    """The first thing that watches or changes every call of a module or of a function of torch, or None."""
+    """Return the first thing found that watches or changes every call of a module or of a torch function, or None."""
     if (
         _torch_module._global_forward_hooks
         or _torch_module._global_forward_pre_hooks
@@ -76,7 +76,7 @@ def of_global_state() -> Optional[str]:
             return f"a patched {owner.__name__}.{name}"
     for index in range(torch._C._len_torch_function_stack()):
         mode = torch._C._get_function_stack_at(index)
-        if type(mode) is not DeviceContext:  # that of torch.set_default_device, which changes no product
+        if type(mode) is not DeviceContext:  # the mode of torch.set_default_device, which changes no product
             return f"the mode {type(mode).__name__}"
     if torch._C._get_tracing_state() is not None:
         return "torch.jit tracing"
@@ -89,13 +89,13 @@ def of_global_state() -> Optional[str]:
 
 
 def of_projection(projection: nn.Module) -> Optional[str]:
-    """The reason why ``projection`` has to be called, or None if it is a plain linear layer."""
+    """Return the reason why ``projection`` has to be called, or None if it is a plain linear layer."""
     found = parameters_of(projection)
     return found if isinstance(found, str) else None
 
 
 def parameters_of(projection: nn.Module) -> Union[str, Tuple[Tensor, Optional[Tensor]]]:
-    """The weight of a plain linear layer as ``[out, in]`` and its bias, or what :func:`of_projection` says of it."""
+    """Return the weight of a plain linear layer as ``[out, in]`` and its bias; else why it has to be called."""
     kind = type(projection)
     if kind is not nn.Linear:
         if not is_other_linear(projection):
@@ -122,27 +122,27 @@ def parameters_of(projection: nn.Module) -> Union[str, Tuple[Tensor, Optional[Te
 
 
 def is_foreign(projection: nn.Module) -> bool:
-    """True if ``projection`` is of a class that is no plain linear layer, whatever its hooks and its weight are."""
+    """True if the class of ``projection`` is not a plain linear layer, whatever its hooks and its weight."""
     return type(projection) is not nn.Linear and not is_other_linear(projection)
 
 
 def is_wrapped(projection: nn.Module) -> bool:
-    """True for a layer that multiplies in a way of its own as long as it is there: an adapter, quantised weights."""
+    """True for a layer with a product of its own, as long as it is in place: an adapter or quantised weights."""
     if not isinstance(projection, nn.Module) or is_foreign(projection):
         return True
     kind = type(state_of(projection)["_parameters"].get("weight"))
-    # Those that are sharded over devices are whole again while a method runs.
+    # Weights sharded over devices are gathered while a method runs.
     return issubclass(kind, Tensor) and kind not in (nn.Parameter, Tensor) and kind.__name__ != "DTensor"
 
 
 def has_own_product(projection: nn.Module) -> bool:
-    """True if ``projection`` is a linear layer of a class that computes in a way of its own, now and for good."""
+    """True if ``projection`` is a linear layer whose class permanently has a product of its own."""
     kind = type(projection)
     return isinstance(projection, nn.Linear) and is_foreign(projection) and kind.forward is not nn.Linear.forward
 
 
 def of_input(x: Tensor) -> Optional[str]:
-    """The reason why no kernel takes ``x``, or None: its kind, or the state around the call."""
+    """Return the reason why no kernel supports ``x``, its kind or the state around the call; None otherwise."""
     if not isinstance(x, Tensor):
         return f"an input of type {type(x).__name__}"
     if x.layout is not torch.strided:
@@ -151,16 +151,16 @@ def of_input(x: Tensor) -> Optional[str]:
 
 
 def is_other_linear(projection: nn.Module) -> bool:
-    """True if ``projection`` is of a class of transformers, and computes what an nn.Linear does."""
+    """True if ``projection`` is of a class of transformers that computes the same as nn.Linear."""
     kind = type(projection)
     return name_of_class(kind) in _OTHER_LINEARS and (is_transposed(kind) or projection.bias is None)
 
 
 def is_transposed(kind: type) -> bool:
-    """True if such a class has a weight that is [in, out]."""
+    """True if such a class has an [in, out] weight."""
     return _OTHER_LINEARS[name_of_class(kind)]
 
 
 def is_as_written(kind: type) -> bool:
-    """True if the forward of a class was defined in the module of the class. A wrapper copies the name of a module."""
+    """True if the forward of a class is defined in the class's own module, whose name alone a wrapper copies."""
     return getattr(kind.forward, "__globals__", {}).get("__name__") == kind.__module__

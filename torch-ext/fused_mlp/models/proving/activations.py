@@ -1,4 +1,4 @@
-"""Proof that a function computes a row of the table of activations, by the form of its result."""
+"""Proof, from the form of its result, that a function computes an activation of the table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _X, _Y = inputs("x", "y")
 
 
 class Read(NamedTuple):
-    """The elementwise function that a callable computes: ``row`` of the table, None if the table has no such row."""
+    """The elementwise function that a callable computes. ``row`` is its row of the table, None if there is none."""
 
     row: Optional[Activation]
     is_closed: bool  # the result does not depend on the instance
@@ -27,7 +27,7 @@ class Read(NamedTuple):
 
 
 def read(callee: Any) -> Optional[Read]:
-    """The elementwise function that a function, or the forward of a module, of one tensor computes.
+    """Return the elementwise function that a function of one tensor, or the forward of a module, computes.
 
     None if it is linear or not proved to be elementwise.
     """
@@ -37,7 +37,7 @@ def read(callee: Any) -> Optional[Read]:
 
 
 def read_product(callee: Any) -> Optional[Read]:
-    """The activation ``act`` where a function of two tensors computes ``act(gate) * up``; None if it does not."""
+    """Return the activation ``act`` if a function of two tensors computes ``act(gate) * up``; None otherwise."""
     return _products.get(callee, None, lambda: _proved_product(callee)).found
 
 
@@ -65,7 +65,7 @@ def _proved_product(callee: Any) -> Proof:
 
 @functools.cache
 def _product_rows() -> Dict[Sum, Activation]:
-    """The rows by the forms of their products with an atom named y."""
+    """Return the rows by the forms of their products with an atom named y."""
     x, y = algebra.atom("x"), algebra.atom("y")
     rows = (row for row in ACTIVATIONS if row.name != "linear")
     return {algebra.compared(algebra.times(form_of(row, x), y)): row for row in rows}
@@ -80,12 +80,12 @@ def _read(evaluation: Evaluation, value: Value) -> Optional[Read]:
 
 
 def _part(part: Held, given: Tuple[Value, ...]) -> Optional[Value]:
-    """A part of a module that computes an activation: who asks knows the parts."""
+    """Treat a part of a module that computes an activation as opaque: the caller knows the parts."""
     return Node("elementwise", (type(part.value), *given)) if part.path and len(given) == 1 else None
 
 
 def row_of(value: Node, x: Node = _X) -> Optional[Activation]:
-    """The row of the table that an expression of ``x`` is, in the dtype of x."""
+    """Return the row of the table that an expression of ``x`` computes, in the dtype of x; None if there is none."""
     try:
         if algebra.dtype_of(value, x.__eq__) != algebra.OWN:
             return None
@@ -97,12 +97,12 @@ def row_of(value: Node, x: Node = _X) -> Optional[Activation]:
 
 @functools.cache
 def rows() -> Dict[Sum, Activation]:
-    """The rows of the table by their forms, of an atom named x."""
+    """Return the rows of the table by their forms, as functions of an atom named x."""
     return {algebra.compared(form_of(row, algebra.atom("x"))): row for row in ACTIVATIONS}
 
 
 def form_of(row: Activation, x: Sum) -> Sum:
-    """The form of a row of the table, of a given x."""
+    """Return the form of a row of the table, applied to a given x."""
     return Form(lambda node, form: x if node == _X else None)(_returned(row))
 
 

@@ -1,7 +1,7 @@
-"""Expressions in one form, however they are written: sums of products of powers, with numbers in front.
+"""Canonical form of expressions: sums of products of powers, with numeric coefficients.
 
-Casts are left out of the form. ``dtype_of`` says in which precision an expression is computed, and refuses those that
-lose digits on the way.
+The form omits casts. ``dtype_of`` returns the precision in which an expression is computed, and rejects expressions
+that lose digits on the way.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 
 from .values import Node, NotProved
 
-Atom = Any  # a name of an operation, and what it is given
+Atom = Any  # an operation's name and its arguments
 Product = FrozenSet[Tuple[Atom, float]]  # atoms with their exponents
-Sum = FrozenSet[Tuple[Product, float]]  # products with their factors
+Sum = FrozenSet[Tuple[Product, float]]  # products with their coefficients
 
 ELEMENTWISE = {"abs", "add", "celu", "clamp", "cos", "div", "elementwise", "elu", "erf", "erfc", "exp", "expm1", "gelu"}
 ELEMENTWISE |= {"hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "log1p", "logsigmoid", "maximum", "minimum"}
@@ -24,9 +24,9 @@ ELEMENTWISE |= {"mish", "mul", "neg", "pow", "reciprocal", "relu", "relu6", "rsq
 ELEMENTWISE |= {"softplus", "softsign", "sqrt", "square", "sub", "tanh", "tanhshrink", "to", "clone", "contiguous"}
 
 _SAME = {"to", "clone", "contiguous"}
-_LONGEST = 200  # terms of a sum
+_LONGEST = 200  # terms in a sum
 
-OWN = "own"  # the dtype of what a function is given
+OWN = "own"  # the dtype of the function's inputs
 
 
 def number(value: float) -> Sum:
@@ -38,7 +38,7 @@ def atom(value: Atom) -> Sum:
 
 
 def as_number(value: Sum) -> Optional[float]:
-    """The number that a sum is, if it is one."""
+    """Return the number that a sum equals; None if it is not constant."""
     if not value:
         return 0.0
     ((factors, scale), *more) = value
@@ -46,7 +46,7 @@ def as_number(value: Sum) -> Optional[float]:
 
 
 def as_product(value: Sum) -> Optional[Tuple[Dict[Atom, float], float]]:
-    """The atoms with their exponents, and the number in front, of a sum of one product."""
+    """Return the atoms with their exponents, and the coefficient, of a sum with one term; None for other sums."""
     if len(value) != 1:
         return None
     ((factors, scale),) = value
@@ -54,7 +54,7 @@ def as_product(value: Sum) -> Optional[Tuple[Dict[Atom, float], float]]:
 
 
 def as_atom(value: Sum) -> Atom:
-    """The atom that a sum is; None if it is anything else."""
+    """Return the atom that a sum equals; None if it is anything else."""
     found = as_product(value)
     return next(iter(found[0])) if found is not None and found[1] == 1 and list(found[0].values()) == [1] else None
 
@@ -122,7 +122,7 @@ def _erf(x: Sum) -> Sum:
 
 
 def _is_negative(value: Sum) -> bool:
-    """One of the signs of an expression, to tell f(x) from f(-x) always in the same way."""
+    """True for one of ``x`` and ``-x``, chosen consistently, so that f(x) and f(-x) get canonical forms."""
     terms = sorted(value, key=lambda term: (len(term[0]), sorted(exponent for _, exponent in term[0]), abs(term[1])))
     return bool(terms) and terms[0][1] < 0
 
@@ -137,13 +137,13 @@ def _sum(terms: Dict[Product, float]) -> Sum:
 
 
 def _rounded(value: float, digits: int = 13) -> float:
-    """Without the last digits, in which the order of operations shows."""
+    """Round off the last digits, which depend on the order of operations."""
     return float(f"{value:.{digits - 1}e}") if math.isfinite(value) else value
 
 
 def compared(value: Any) -> Any:
-    """A form, by which expressions are told apart: constants are often written out to seven digits, or computed in
-    float32 in between."""
+    """Return the form by which expressions are compared. Constants are rounded to seven digits, because models often
+    spell them out to seven digits or compute them in float32."""
     if isinstance(value, frozenset):
         return frozenset(
             (frozenset((compared(part), exponent) for part, exponent in factors), _rounded(scale, 7))
@@ -156,7 +156,7 @@ Leaf = Callable[[Node, "Form"], Optional[Sum]]
 
 
 class Form:
-    """The form of expressions; ``leaf`` gives that of nodes which are not to be looked into."""
+    """Maps expressions to their form; ``leaf`` returns the form of nodes that are treated as opaque."""
 
     def __init__(self, leaf: Leaf) -> None:
         self._leaf = leaf
@@ -245,10 +245,12 @@ _EXPANDED: Dict[str, Callable[..., Sum]] = {
 
 
 def dtype_of(value: Any, own: Callable[[Node], bool]) -> Any:
-    """In what dtype a node is computed: ``OWN``, or a wider one; None for a number. ``own`` says which are given.
+    """Return the dtype in which a node is computed: ``OWN`` or a wider one, or None for a number.
+
+    ``own`` is true for the nodes that are inputs.
 
     Raises:
-        NotProved: that is not known, or digits are lost on the way.
+        NotProved: the dtype is unknown, or digits are lost on the way.
     """
     if not isinstance(value, Node) or value.op == "attribute":
         return None

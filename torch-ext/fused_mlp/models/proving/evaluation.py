@@ -1,7 +1,8 @@
-"""Reads a Python function: what it returns, as operations on its arguments, and all that this rests on.
+"""Abstract interpreter that derives the result of a Python function, and everything that the result depends on.
 
-The syntax tree is walked as Python would run it, with symbols for tensors. Nothing of the function is run, and no
-descriptor, operator or property of an object. What is not understood raises ``NotProved``: nothing is passed over.
+It walks the AST in execution order, with symbols in place of tensors. It runs no code of the function, and no
+descriptor, operator or property of an object. Any construct that it does not understand raises ``NotProved``; it never
+skips one.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ _OPERATORS.update({ast.Eq: "eq", ast.NotEq: "ne", ast.Lt: "lt", ast.LtE: "le", a
 _ON_NUMBERS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv}
 _ON_NUMBERS.update({"pow": operator.pow, "floordiv": operator.floordiv, "mod": operator.mod})
 _ON_NUMBERS.update({name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")})
-_DEEPEST = 8  # calls inside of calls
+_DEEPEST = 8  # nested calls
 
 
 @dataclass(eq=False)
 class _Frame:
-    """A function that is being read: what its names stand for, and, in a loop, what its turn has done so far."""
+    """A function under evaluation: the values of its names and, inside a loop, the effects of the current iteration."""
 
     function: FunctionType
     names: Dict[str, Value]
@@ -47,10 +48,10 @@ class _Frame:
 
 @dataclass(eq=False)
 class _Turn:
-    """One turn of a loop, for a symbol that stands for any: on which conditions it ends early, and what it adds."""
+    """A loop iteration for a symbolic element: the conditions under which it ends early, and the values it adds."""
 
     skips: List[Value] = field(default_factory=list)
-    sum: Optional[Node] = None  # what is added to, as it was before the loop
+    sum: Optional[Node] = None  # the accumulator, as it was before the loop
     added: Optional[Tuple[Any, ...]] = None
 
 
@@ -64,8 +65,8 @@ Leaf = Callable[[Held, Tuple[Value, ...]], Optional[Value]]
 
 
 class Evaluation:
-    """One proof. ``root`` is the module that methods are read of; ``leaf`` gives the value of a call of a part of it
-    that is not to be read, ``decide`` what is known of a condition on symbols."""
+    """One proof. ``root`` is the module whose methods are read. ``leaf`` gives the value of a call of one of its parts
+    that is not to be read; ``decide`` gives the truth of a condition on symbols, if it is known."""
 
     def __init__(
         self,
@@ -85,17 +86,17 @@ class Evaluation:
         return tuple(self._found.values())
 
     def returned(self, callee: Value, args: Tuple[Value, ...], options: Optional[Dict[str, Value]] = None) -> Value:
-        """The result of a call. Raises NotProved if the call cannot be evaluated."""
+        """Return the result of a call. Raises NotProved if the call cannot be evaluated."""
         return self._called(callee, args, options or {})
 
     def attribute(self, name: str) -> Value:
-        """An attribute of the root. Raises NotProved where it is none of those that are understood."""
+        """Return the value of an attribute of the root. Raises NotProved if it is of a kind that is not understood."""
         return self._held(self.root, name, None)
 
     def truth(self, condition: ast.expr, method: FunctionType) -> bool:
-        """The value of a condition in a method of the root that rests on no name but that of the root.
+        """Return the value of a condition in a method of the root; the root is the only local name that it may use.
 
-        Raises NotProved where it is not known, or would raise.
+        Raises NotProved if the value is unknown, or if evaluating the condition would raise.
         """
         frame = _Frame(method, {method.__code__.co_varnames[0]: self.root})
         return self._truth(self._value(condition, frame), condition)
@@ -167,7 +168,7 @@ class Evaluation:
             raise _unknown(statement)
 
     def _parted(self, condition: Node, statement: ast.If, rest: List[ast.stmt], frame: _Frame) -> Any:
-        """A condition on symbols: one that ends a turn, or the call, early."""
+        """Handle a condition on symbols that ends the iteration, or the call, early."""
         (first, *more), other = statement.body, statement.orelse
         if more or other or not isinstance(first, (ast.Continue, ast.Return)):
             raise _unknown(statement, f"a condition on {ast.unparse(statement.test)}")
@@ -211,7 +212,7 @@ class Evaluation:
         return list(value)
 
     def _loop(self, statement: ast.For, frame: _Frame) -> None:
-        """A loop of which every turn adds to one sum; or one over what is known, turn by turn."""
+        """Run a loop: over known values by unrolling it, over a symbol if each iteration adds to one sum."""
         over = self._value(statement.iter, frame)
         if statement.orelse or frame.turn is not None:
             raise _unknown(statement)
@@ -224,7 +225,7 @@ class Evaluation:
         if not isinstance(over, Node) or frame.detached:
             raise _unknown(statement, f"a loop over {ast.unparse(statement.iter)}")
         local = {name for part in (statement.target, *statement.body) for name in bound(part)}
-        for name in local:  # what a turn finds of the one before is not known
+        for name in local:  # values from the previous iteration are unknown
             frame.names.pop(name, None)
         self._bind(statement.target, Node("each", (over,)), frame)
         frame.turn = turn = _Turn()
@@ -238,7 +239,7 @@ class Evaluation:
         frame.names[name] = Node("loop", (over, turn.sum, tuple(turn.skips), turn.added))
 
     def _expression(self, call: ast.Call, frame: _Frame) -> None:
-        """A call for what it does: adding rows to a sum, or writing into a tensor of its own."""
+        """Handle a call made for its side effect: adding rows to a sum, or writing into a tensor with one reference."""
         callee = call.func
         if not (isinstance(callee, ast.Attribute) and isinstance(callee.value, ast.Name)):
             raise _unknown(call)
@@ -259,7 +260,7 @@ class Evaluation:
         turn.sum, turn.added = old, given.args[1:4]
 
     def _is_alone(self, node: Node, frame: _Frame, name: str, where: ast.AST) -> None:
-        """Raise unless one name is the only reference to a tensor that is written into."""
+        """Raise unless this name is the only reference to the tensor that is written into."""
         others = [
             value
             for each in self._frames
@@ -316,7 +317,7 @@ class Evaluation:
         raise _unknown(node)
 
     def _given(self, node: ast.expr, frame: _Frame) -> Value:
-        """An argument of a call. All sizes of a tensor, one by one, stand for its shape."""
+        """Return an argument of a call. A starred shape, which passes all sizes, stands for the shape."""
         if not isinstance(node, ast.Starred):
             return self._value(node, frame)
         value = self._value(node.value, frame)
@@ -363,7 +364,7 @@ class Evaluation:
             if name in ("dtype", "device", "shape"):
                 return Node(name, (owner,))
             if name in ("T", "mT"):
-                return Node("transpose", (owner, -2, -1))  # the matcher knows of matrices alone
+                return Node("transpose", (owner, -2, -1))  # the matcher supports only matrices
             return Method(name, owner)
         if isinstance(owner, ModuleType):
             return self._read(vars(owner), "", name, node)
@@ -374,7 +375,7 @@ class Evaluation:
         raise _unknown(node, f"an attribute of {type(owner).__name__}")
 
     def _held(self, owner: Held, name: str, node: ast.AST) -> Value:
-        """An attribute as Python finds it, if no code of the owner's class has a part in that."""
+        """Return an attribute as Python would look it up, if the look-up runs no code of the owner's class."""
         value, path = owner.value, (*owner.path, name)
         kind = class_of(value)
         self._depends(owner.path, "class", "", kind)
@@ -404,7 +405,7 @@ class Evaluation:
                     if part == "_modules" or found is None:
                         return self._read_held(owner.path, part, name, found, path, node)
                     return Node("parameter", (path,))
-            if name in state["_modules"].get("parametrizations", ()):  # a property of torch's
+            if name in state["_modules"].get("parametrizations", ()):  # a property that torch adds
                 return Node("parameter", (path,))
         raise _unknown(node, f"{kind.__name__}.{name}, which does not exist")
 
@@ -585,7 +586,7 @@ class Evaluation:
 
 
 def _shares(value: Any, node: Node) -> bool:
-    """True if a value may share memory with a tensor."""
+    """True if a value may share memory with the tensor ``node``."""
     if value is node:
         return True
     if isinstance(value, (tuple, list)):
@@ -602,7 +603,7 @@ def _is_operand(value: Any) -> bool:
 
 
 def _finds_plainly(kind: type, actual: type) -> bool:
-    """True if attributes of a class are looked up in dictionaries alone."""
+    """True if attribute look-up on instances of a class only reads dictionaries."""
     getting = looked_up(kind, "__getattribute__")
     if _is_config(kind):
         return True
@@ -612,7 +613,7 @@ def _finds_plainly(kind: type, actual: type) -> bool:
 
 
 def _is_config(kind: type) -> bool:
-    """True if a class is a configuration of transformers, which only renames attributes by a map."""
+    """True if a class is a transformers configuration, whose attribute look-up only renames attributes by a map."""
     home = next((base for base in kind.__mro__ if base.__name__ in ("PreTrainedConfig", "PretrainedConfig")), None)
     if home is None or not home.__module__.startswith("transformers.configuration_utils"):
         return False

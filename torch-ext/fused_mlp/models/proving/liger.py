@@ -1,6 +1,6 @@
-"""Liger's products of an activation: autograd functions over kernels of Triton's, which nothing here reads.
+"""Liger's activation products: autograd functions over Triton kernels, whose source is not analysed here.
 
-A function is known by its name, and by a hash of the file that it is in.
+A function is identified by its name and by a hash of its source file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ACTIVATIONS: Dict[str, Tuple[str, Dict[str, str]]] = {
     "liger_kernel.ops.swiglu.LigerSiLUMulFunction": ("silu", {}),
     "liger_kernel.ops.geglu.LigerGELUMulFunction": ("gelu", {"approximate": "tanh"}),
 }
-# Hashes of these files, each with the first version that has it.
+# Hashes of these files, each with the first version that contains it.
 _DIGESTS = {
     "0fb9dde2efcb227c": "0.6",
     "5d55bd62ea4e9e22": "0.8.0",
@@ -33,10 +33,9 @@ _DIGESTS = {
 
 
 def applied(kind: type, args: Tuple[Any, ...]) -> Optional[Node]:
-    """The value that ``kind.apply(*args)`` computes; None where that is not known.
+    """Return the value that ``kind.apply(*args)`` computes; None if it is unknown.
 
-    Both functions are ``act(gate * gate_multiplier) * up * down_multiplier``, where multipliers that are not given are
-    one.
+    Both functions are ``act(gate * gate_multiplier) * up * down_multiplier``; the multipliers default to one.
     """
     found = _ACTIVATIONS.get(name_of_class(kind))
     is_known = found is not None and 2 <= len(args) <= 4 and all(isinstance(each, Node) for each in args[:2])
@@ -51,7 +50,7 @@ def applied(kind: type, args: Tuple[Any, ...]) -> Optional[Node]:
 
 
 def rests_on(kind: type) -> Iterator[Tuple[Any, str, Any]]:
-    """The attributes that have to be as they are: owners, names and values."""
+    """Yield the owners, names and values of the attributes that the result depends on."""
     for name in ("forward", "backward"):
         method = getattr(kind, name)
         yield kind, name, method
@@ -61,7 +60,7 @@ def rests_on(kind: type) -> Iterator[Tuple[Any, str, Any]]:
 
 @functools.cache
 def digest(kind: type) -> str:
-    """A hash of the source of the file that has a class."""
+    """Return a hash of the source of the file that defines a class."""
     try:
         source = inspect.getsource(sys.modules[kind.__module__])
     except (OSError, TypeError):

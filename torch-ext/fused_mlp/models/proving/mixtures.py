@@ -1,4 +1,4 @@
-"""Proof of the computation of experts, by the form of their gate and of the loop over them."""
+"""Proof of what experts compute, from the form of their gate and of the loop over them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .values import Held, Node, NotProved, Value
 (_HIDDEN, _X, _INDEX, _SHARES) = inputs("hidden", "x", "index", "weights")
 _GIVEN = (_X, _INDEX, _SHARES)
 
-SKIPS_NONE, SKIPS_ONE, SKIPS_ALL = 0, 1, 2  # of the indices that no expert has: the first of them is the sentinel
+SKIPS_NONE, SKIPS_ONE, SKIPS_ALL = 0, 1, 2  # skipped indices past the last expert; the first of them is the sentinel
 
 
 class Loop(NamedTuple):
-    """A loop that sums up what each token's experts compute, times their weights.
+    """A loop that sums each token's expert outputs, scaled by their routing weights.
 
-    ``names`` are the parameters': the weights of both products, their biases, and the part that normalises the result.
-    ``wide``: the products are of float32, whatever it is given.
+    ``names`` are parameter names: the weights of both products, their biases, and the part that normalises the result.
+    ``wide`` is True if the products are computed in float32, whatever the input dtype.
     """
 
     names: Tuple[Optional[str], ...]
@@ -35,10 +35,10 @@ class Loop(NamedTuple):
 
 
 def gate_of(evaluation: Evaluation, name: str) -> ExpertsForm:
-    """The form of the experts whose method computes their product of gate and up, of both in one tensor.
+    """Return the form of experts whose method computes the product of gate and up, given both in one tensor.
 
     Raises:
-        NotProved: it computes anything else.
+        NotProved: the method computes anything else.
     """
     value = evaluation.returned(evaluation.attribute(name), (_HIDDEN,))
     _is_in_own_dtype(value)
@@ -46,17 +46,17 @@ def gate_of(evaluation: Evaluation, name: str) -> ExpertsForm:
 
 
 def activation_of(evaluation: Evaluation, name: str) -> ExpertsForm:
-    """The same of experts without a gate. Raises NotProved."""
+    """Like :func:`gate_of`, for experts without a gate. Raises NotProved."""
     value = evaluation.returned(evaluation.attribute(name), (_HIDDEN,))
     _is_in_own_dtype(value)
     return _ungated(Form(_leaf_of_gate)(value), atom("hidden"))
 
 
 def loop_of(evaluation: Evaluation, method: Any, sizes: Sizes) -> Loop:
-    """The computation of a class's own loop over its experts.
+    """Return the computation of a class's own loop over its experts.
 
     Raises:
-        NotProved: it is anything but the sum over the experts of a token, of what each computes times its weight.
+        NotProved: the loop computes anything but the sum, over a token's experts, of expert output times weight.
     """
     value = evaluation.returned(method, _GIVEN)
     _is_in_own_dtype(value)
@@ -103,17 +103,17 @@ class Sizes:
 
 
 class _Body:
-    """The body of a loop over experts, of one turn."""
+    """One iteration of the body of a loop over experts."""
 
     def __init__(self, over: Node, sizes: Sizes) -> None:
         self._each, self._sizes = Node("each", (over,)), sizes
-        self._left_out: Set[int] = set()  # experts of which a condition leaves out all tokens
-        self._masked: Any = None  # how many experts a mask tells apart
+        self._left_out: Set[int] = set()  # experts whose tokens are all skipped by a condition
+        self._masked: Any = None  # number of experts that the mask distinguishes
         if _count(self._each) is None:
             raise NotProved("a loop over something other than experts")
 
     def slot(self, node: Any) -> Optional[str]:
-        """The coordinate of a slot of this expert that a node is: its token or its position in the top-k of a token."""
+        """Return which coordinate of this expert's slots a node holds: the token, or the position in its top-k."""
         node = _attached(node)
         if node.op != "item of" or _attached(node.args[0]).op != "where":
             return None
@@ -122,7 +122,7 @@ class _Body:
         return None if chosen is None else chosen[node.args[1]]
 
     def _chosen(self, node: Any) -> Optional[Tuple[str, str]]:
-        """The dimensions of a mask that says which slots go to this expert."""
+        """Return the dimensions of a mask that selects the slots routed to this expert."""
         node = _attached(node)
         if node.op == "squeeze" and node.args[1] == 0:
             node = _attached(node.args[0])
@@ -136,7 +136,7 @@ class _Body:
         return ("token", "position") if is_choice else None
 
     def leave_out(self, condition: Node) -> None:
-        """Takes account of a condition that ends a turn: that of a number of an expert, or that there are no tokens."""
+        """Record a condition that ends the iteration: on the number of an expert, or on having no tokens."""
         left, right = condition.args if len(condition.args) == 2 else (None, None)
         if condition.op == "eq" and _element(left) == self._each and self._sizes.number(right) is not None:
             self._left_out.add(self._sizes.number(right))
@@ -180,7 +180,7 @@ class _Body:
         return SKIPS_ONE if experts in self._left_out and count > experts else SKIPS_NONE
 
     def _without_share(self, value: Sum) -> Sum:
-        """The factor of the routing weights of an expert in a sum."""
+        """Divide a sum by the routing weights of the expert."""
         terms: Dict[Any, float] = {}
         for factors, scale in value:
             rest = dict(factors)
@@ -201,7 +201,7 @@ class _Body:
         return None
 
     def _rows(self, node: Node) -> Optional[Sum]:
-        """The tokens of the expert, or its weights for them."""
+        """Match the tokens of the expert, or its weights for them."""
         if node.op == "index_select" and node.args[:2] == (_X, 0) and self.slot(node.args[2]) == "token":
             return atom("rows")
         if node.op == "unsqueeze":
@@ -226,7 +226,7 @@ class _Body:
         return None if name is None else atom(("bias", name))
 
     def _weight(self, node: Any) -> Optional[str]:
-        """The name of a stack of which this expert's part is taken."""
+        """Return the name of the stack that this expert's weight is taken from."""
         if isinstance(node, Node) and node.op == "to":
             return self._weight(node.args[0])
         if not isinstance(node, Node) or node.op != "getitem" or node.args[0].op != "parameter":
@@ -256,7 +256,7 @@ def _leaf_of_sum(node: Node, form: Form) -> Optional[Sum]:
 
 
 def _behind_early_return(node: Node) -> Value:
-    """The result of a function behind an early return of zeros for no tokens."""
+    """Return the result of a function after its early return of zeros for no tokens."""
     condition, early, rest = node.args
     if condition != Node("eq", (Node("numel", (_INDEX,)), 0)) or early.op != "zeros_like" or early.args[0] != _X:
         raise NotProved("a condition on its input")
@@ -264,13 +264,13 @@ def _behind_early_return(node: Node) -> Value:
 
 
 def _attached(value: Any) -> Node:
-    """A node, whether gradients reach it or not."""
+    """Strip ``detach`` from a node."""
     node = value if isinstance(value, Node) else Node("number", (value,))
     return _attached(node.args[0]) if node.op == "detach" else node
 
 
 def _classes(node: Any) -> Any:
-    """The number of experts of a one-hot mask [experts, top_k, tokens]; None if a node is no such mask."""
+    """Return the number of experts of a one-hot mask [experts, top_k, tokens]; None if a node is no such mask."""
     node = _attached(node)
     if node.op != "permute" or node.args[1] != (2, 1, 0):
         return None
@@ -279,7 +279,7 @@ def _classes(node: Any) -> Any:
 
 
 def _element(node: Any) -> Optional[Node]:
-    """The loop's symbol for each expert, where a node is its number."""
+    """Return the loop's symbol for the current expert if a node is the expert's number."""
     node = _attached(node)
     while node.op == "scalar" or (node.op == "getitem" and node.args[1] == (0,)):
         node = _attached(node.args[0])
@@ -287,7 +287,7 @@ def _element(node: Any) -> Optional[Node]:
 
 
 def _count(each: Node) -> Any:
-    """Below which the numbers are that a loop goes over, if it is one over experts; None else."""
+    """Return the exclusive upper bound of the expert numbers that a loop iterates over; None if it is another loop."""
     over = _attached(each.args[0])
     if over.op == "range":
         return over.args[0]
@@ -306,7 +306,7 @@ def _leaf_of_gate(node: Node, form: Form) -> Optional[Sum]:
 
 
 def _half(node: Node, form: Form) -> Optional[Sum]:
-    """A half of a tensor's last dimension, of which the columns are side by side, or in turn."""
+    """Match a half of a tensor's last dimension, whose halves are adjacent or interleaved."""
     if node.op == "item of" and node.args[0].op == "chunk":
         of, chunks, dim = node.args[0].args
         return atom(("half", form(of), node.args[1], False)) if chunks == 2 and dim in (-1, 1) else None
@@ -317,7 +317,7 @@ def _half(node: Node, form: Form) -> Optional[Sum]:
 
 
 def _found(value: Any, kind: str) -> Iterator[Any]:
-    """The atoms of a kind in a form."""
+    """Yield the atoms of a kind in a form."""
     for factors, _ in value:
         for part, _ in factors:
             if isinstance(part, tuple):
@@ -327,7 +327,7 @@ def _found(value: Any, kind: str) -> Iterator[Any]:
 
 
 def _with_bias(value: Sum, product: Any) -> Sum:
-    """A product, with the bias that stands beside it."""
+    """Return a product plus the bias that occurs beside it in ``value``."""
     name = next((name for _, name in _found(value, "bias")), None)
     return atom(product) if name is None else algebra.plus(atom(product), atom(("bias", name)))
 
@@ -379,7 +379,7 @@ def _is_own(node: Node) -> bool:
 
 
 def _is_in_own_dtype(value: Value) -> None:
-    """Raises NotProved where a result has another dtype than the input."""
+    """Raise NotProved if the dtype of a result differs from that of the input."""
     if not isinstance(value, Node) or algebra.dtype_of(value, _is_own) != algebra.OWN:
         raise NotProved("a result of a different dtype")
 
@@ -393,7 +393,7 @@ def _is_wide(value: Any) -> bool:
 
 
 def keeps_norm(name: Optional[str]) -> Any:
-    """A leaf for an evaluation: the part that normalises what an expert gives is not looked into."""
+    """Return a leaf for an evaluation that treats the part that normalises an expert's output as opaque."""
 
     def leaf(part: Held, given: Tuple[Value, ...]) -> Optional[Value]:
         return Node("module", (name, *given)) if part.path == (name,) and len(given) == 1 else None

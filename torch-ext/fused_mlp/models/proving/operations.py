@@ -1,4 +1,4 @@
-"""The operations of torch that are understood: one name and one order of arguments for all ways to write each."""
+"""The supported torch operations, with one canonical name and argument order for each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .values import Node, NotProved
 
-# Each by its own name in torch, in F or as a method, with its parameters. A method's first one is the tensor itself.
+# Their names in torch, in F or as methods, with their parameters. The first parameter of a method is the tensor itself.
 _SIGNATURES = """
     abs(input) add(input, other, alpha=1) amax(input, dim, keepdim=False) bfloat16(input) bmm(input, mat2) bool(input)
     cat(tensors, dim=0) celu(input, alpha=1.0, inplace=False) chunk(input, chunks, dim=0)
@@ -46,7 +46,7 @@ _METHODS_ALONE |= {"type_as", "view"}
 _SAME = {"multiply": "mul", "greater": "gt", "mm": "matmul"}
 VIEWS = {"view", "reshape", "chunk", "item of", "getitem", "permute", "transpose", "t", "squeeze", "unsqueeze", "to"}
 VIEWS |= {"contiguous", "detach", "expand", "flatten", "split"}
-TUPLES = {"chunk", "split", "where", "topk", "shape"}  # what gives more than one tensor, or number
+TUPLES = {"chunk", "split", "where", "topk", "shape"}  # operations that return several tensors or numbers
 NUMBERS = {math.sqrt, math.exp, math.log, math.pow, builtins.float, builtins.int, builtins.abs, builtins.max}
 NUMBERS |= {builtins.min, builtins.round, math.erf, math.tanh}
 
@@ -64,7 +64,7 @@ SIGNATURES = _signatures()
 
 
 def _is_of_torch(function: Any) -> bool:
-    """True if a function is torch's own, not a patch."""
+    """True if a function is torch's own and not patched."""
     if not isinstance(function, FunctionType):
         return inspect.isbuiltin(function)
     return function.__globals__.get("__name__", "").startswith("torch.") and not hasattr(function, "__wrapped__")
@@ -81,10 +81,10 @@ METHODS = {name: getattr(Tensor, name) for name in SIGNATURES if hasattr(Tensor,
 
 
 def applied(name: str, args: Tuple[Any, ...], options: Dict[str, Any]) -> Node:
-    """The node of an operation, given its arguments in whatever form.
+    """Return the node of an operation, however its arguments are passed.
 
     Raises:
-        NotProved: it has arguments that are not understood, or writes into its input.
+        NotProved: an argument is not supported, or the operation is in-place.
     """
     try:
         given = SIGNATURES[name].bind(*args, **options)
@@ -101,7 +101,7 @@ def applied(name: str, args: Tuple[Any, ...], options: Dict[str, Any]) -> Node:
 
 
 def _simplified(name: str, args: Tuple[Any, ...]) -> Node:
-    """One way for what can be written in several: casts, clamps, additions of multiples, negative dimensions."""
+    """Return a canonical node for operations with several spellings, such as casts and clamps; reject multiples."""
     if name == "type":
         return Node("to", args)
     if name in ("float", "double", "half", "bfloat16", "bool"):
@@ -130,8 +130,8 @@ def _frozen(value: Any) -> Any:
 
 
 def operation_of(function: Any) -> Optional[str]:
-    """The name of a function of torch that is understood."""
+    """Return the name of a supported torch function."""
     try:
         return FUNCTIONS.get(function)
-    except TypeError:  # it has no hash
+    except TypeError:  # not hashable
         return None

@@ -1,4 +1,4 @@
-"""The forms of routers that are understood, of what a proof says that one returns: logits, weights and experts."""
+"""Router forms that can be proved from the returned logits, weights and experts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 from .values import Node, Value
 
-BIAS = "e_score_correction_bias"  # the buffer that is added to sigmoids
+BIAS = "e_score_correction_bias"  # the buffer that is added to the sigmoids
 _WEIGHT, _BIAS = Node("parameter", (("weight",),)), Node("parameter", ((BIAS,),))
 
 
 class Softmax(NamedTuple):
-    """The largest softmax: names of the number of features and of chosen experts; whether the weights of the chosen add
-    up to one, and are cast to the dtype of the logits."""
+    """Top-k of a softmax. Holds the names of the attributes with the numbers of features and of chosen experts, and
+    whether the chosen weights are normalised to sum to one, and whether they are cast to the dtype of the logits."""
 
     width: str
     top_k: str
@@ -23,8 +23,8 @@ class Softmax(NamedTuple):
 
 
 class Sigmoid(NamedTuple):
-    """The largest sigmoids plus biases, within the best groups: names of numbers, and whether the weights of the chosen
-    add up to one. ``scaling`` is the name of their factor."""
+    """Top-k of sigmoids plus biases, within the best groups. Holds attribute names of numbers, and whether the chosen
+    weights are normalised to sum to one. ``scaling`` names the factor of the weights."""
 
     width: str
     top_k: str
@@ -36,7 +36,7 @@ class Sigmoid(NamedTuple):
 
 
 def form_of(value: Value, x: Node) -> Union[Softmax, Sigmoid, None]:
-    """The form of a router that returns this value of its input; None where it is another one."""
+    """Return the form of a router that returns this value for its input; None if it has no known form."""
     if not isinstance(value, tuple) or len(value) != 3:
         return None
     return _softmax(value, x) or _sigmoid(value, x)
@@ -62,7 +62,7 @@ def _softmax(value: Tuple[Value, ...], x: Node) -> Optional[Softmax]:
 
 
 def _sigmoid(value: Tuple[Value, ...], x: Node) -> Optional[Sigmoid]:
-    """The form of DeepSeek-V3: what is returned is made anew of the names in it, and compared."""
+    """Match the form of DeepSeek-V3: rebuild the returned value from the names found in it, and compare the two."""
     logits, weights, experts = value
     rows, weight, bias = logits.args if getattr(logits, "op", None) == "linear" else (None, None, None)
     width = _width(_argument(rows, "to", torch.float32), x)
@@ -88,7 +88,7 @@ def _sigmoid(value: Tuple[Value, ...], x: Node) -> Optional[Sigmoid]:
 
 
 def _is_of(value: Any, op: str, sizes: int) -> bool:
-    """True for a tensor in a shape of so many sizes."""
+    """True if ``value`` is an operation ``op`` whose second argument has ``sizes`` elements."""
     return getattr(value, "op", None) == op and len(value.args[1]) == sizes
 
 
@@ -120,17 +120,17 @@ def _sigmoid_of(
 
 
 def _width(rows: Any, x: Node) -> Any:
-    """The number of features of which rows are made of the input; None of anything else."""
+    """Return the number of features if ``rows`` is the input reshaped to rows; None otherwise."""
     given, shape = rows.args if getattr(rows, "op", None) in ("reshape", "view") else (None, ())
     return shape[1] if given == x and len(shape) == 2 and shape[0] == -1 else None
 
 
 def _names(*values: Any) -> Optional[Tuple[str, ...]]:
-    """The names of attributes; None where a value is something else."""
+    """Return the names of attribute nodes; None if a value is not an attribute."""
     names = [node.args[0] for node in values if getattr(node, "op", None) == "attribute"]
     return tuple(names) if len(names) == len(values) else None
 
 
 def _argument(value: Any, op: str, *rest: Any) -> Any:
-    """The first argument of an operation whose other ones are known; None of another node."""
+    """Return the first argument of an ``op`` node whose other arguments are ``rest``; None for any other value."""
     return value.args[0] if isinstance(value, Node) and value.op == op and value.args[1:] == rest else None

@@ -1,4 +1,4 @@
-"""The values that a function computes with while it is read, and what a proof rests on."""
+"""Values of an abstract evaluation, and the dependencies of a proof."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..reading import attributes
 
 
 class NotProved(Exception):
-    """It is not understood what a function computes; the message says which construct is not, and where."""
+    """A function's result could not be derived; the message names the unsupported construct and its place."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """A tensor, or a part of one such as its dtype: an operation and what it is given.
+    """A tensor, or a part of one such as its dtype, as an operation and its arguments.
 
-    Operations have one name each, and their arguments one order, however they are written.
+    Operations have one name each and their arguments one order, however they are written in the source.
     """
 
     op: str
@@ -29,7 +29,7 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """An object that the root of the proof holds under a path of attributes: a module, or a configuration."""
+    """An object that the root of the proof holds under a path of attributes: a module or a configuration."""
 
     path: Tuple[str, ...]
     value: Any
@@ -37,7 +37,7 @@ class Held:
 
 @dataclass(frozen=True, eq=False)
 class Bound:
-    """A method and what it is bound to."""
+    """A method and the object that it is bound to."""
 
     function: FunctionType
     owner: Held
@@ -45,7 +45,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Method:
-    """A method of a tensor that is computed."""
+    """A method of a computed tensor."""
 
     name: str
     owner: Node
@@ -56,11 +56,11 @@ PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
 class Dependency:
-    """Something that was read, and has to be there for the proof to hold.
+    """A value that was read and must stay the same for the proof to hold.
 
-    ``owner`` is the path of an object from the root, or a dictionary, a class, a function or a cell. ``part`` says
-    what of the object: an item of its dictionary if empty, or of ``_parameters``; the "type" of one; its own "class";
-    or what a "call" of it does beyond its forward.
+    ``owner`` is the path of an object from the root, or a dictionary, a class, a function or a cell. ``part`` says what
+    was read of the object: an item of its dictionary if empty, or of ``_parameters``; the "type" of an item; its own
+    "class"; or what a "call" of it does beyond its forward.
     """
 
     __slots__ = ("name", "owner", "part", "value")
@@ -95,14 +95,14 @@ def holds(dependencies: Tuple[Dependency, ...], root: Optional[nn.Module]) -> bo
 
 
 class Proof(NamedTuple):
-    """A fact about code, and all that it rests on."""
+    """A fact about code, with its dependencies."""
 
     found: Any
     dependencies: Tuple[Dependency, ...]
 
 
 def proved(evaluation: Any, callee: Any, given: Tuple[Any, ...], read: Callable[[Any], Any]) -> Proof:
-    """A proof of what ``read`` finds in the result of a call; of None where the result is not known."""
+    """Return a proof of what ``read`` finds in the result of a call; it found None if the result is not proved."""
     try:
         found = read(evaluation.returned(callee, given))
     except NotProved:
@@ -116,14 +116,14 @@ def calls_nothing(part: Held, given: Tuple[Any, ...]) -> None:
 
 
 class Proofs:
-    """The proofs of functions or classes that were made: each is valid as long as its dependencies hold."""
+    """Proofs of functions or classes; each is valid as long as its dependencies hold."""
 
     def __init__(self, most: int = 4) -> None:
-        self._most = most  # proofs under one key, for as many configurations
+        self._most = most  # proofs per key, one per configuration
         self.known: Dict[Any, List[Proof]] = {}
 
     def get(self, key: Any, root: Optional[nn.Module], prove: Callable[[], Proof]) -> Proof:
-        """A proof under a key whose dependencies hold for the module ``root``; else the one that ``prove`` makes."""
+        """Return a proof under a key whose dependencies hold for the module ``root``; else the one ``prove`` makes."""
         known = self.known.setdefault(key, [])
         for proof in known:
             if holds(proof.dependencies, root):
@@ -134,7 +134,7 @@ class Proofs:
 
 
 def looked_up(owner: Any, name: str) -> Any:
-    """The entry of a dictionary, class, function or cell with this name. No descriptor runs."""
+    """Return the entry of a dictionary, class, function or cell under a name, without running a descriptor."""
     if isinstance(owner, dict):
         return owner.get(name, MISSING)
     if isinstance(owner, CellType):
@@ -145,7 +145,7 @@ def looked_up(owner: Any, name: str) -> Any:
 
 
 def is_same(found: Any, value: Any) -> bool:
-    found = found.__func__ if type(found) is staticmethod else found  # as reading the attribute gives it
+    found = found.__func__ if type(found) is staticmethod else found  # as attribute access returns it
     if found is value:
         return True
     if type(found) is not type(value):
@@ -160,7 +160,7 @@ def class_of(value: Any) -> type:
 
 
 def held_at(root: Any, path: Tuple[str, ...]) -> Any:
-    """The object at a path of attributes that are in dictionaries."""
+    """Return the object at a path of attributes, using only look-ups in dictionaries."""
     for name in path:
         state = root.__dict__
         root = state[name] if name in state else state.get("_modules", {}).get(name, MISSING)

@@ -1,1 +1,1 @@
-"""Python functions as they are written: their syntax, and attributes that are looked up without running code."""
+"""Reading of Python functions: their syntax trees, and attribute look-ups that run no code."""

@@ -1,4 +1,4 @@
-"""Look-up of attributes of modules, in Python's order and without running any code of their classes."""
+"""Look-up of module attributes in Python's order, without running any code of their classes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def is_module(part: Any) -> bool:
 
 
 def state_of(module: Any) -> Dict[str, Any]:
-    """The dictionary of a module, or of another object; empty where that has none."""
+    """Return the ``__dict__`` of a module or another object; empty if it has none."""
     try:
         return object.__getattribute__(module, "__dict__")
     except AttributeError:
@@ -27,15 +27,15 @@ def state_of(module: Any) -> Dict[str, Any]:
 
 
 def children_of(module: nn.Module) -> Dict[str, nn.Module]:
-    """The children of a module by name."""
-    # Modules compiled by TorchScript keep their children elsewhere.
+    """Return the children of a module by name."""
+    # Modules compiled by TorchScript store their children elsewhere.
     is_scripted = issubclass(type(module), torch.jit.ScriptModule)
     children = module._modules if is_scripted else state_of(module)["_modules"]
     return {name: child for name, child in children.items() if is_module(child)}
 
 
 def modules_of(model: nn.Module) -> Iterator[Tuple[str, nn.Module]]:
-    """A module and all that are in it, once each, with their paths, as ``named_modules`` gives them."""
+    """Yield a module and all its submodules, once each, with their paths, in the order of ``named_modules``."""
     seen: Set[int] = set()
     waiting = [("", model)]
     while waiting:
@@ -48,13 +48,13 @@ def modules_of(model: nn.Module) -> Iterator[Tuple[str, nn.Module]]:
 
 
 def parameters_of(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters of a module and of all that are in it."""
+    """Yield the parameters of a module and of all its submodules."""
     for _, each in modules_of(module):
         yield from (held for held in state_of(each).get("_parameters", {}).values() if held is not None)
 
 
 def attribute_of(module: Any, name: str) -> Any:
-    """An attribute of a module, or of another object; None where there is none, or code would have to run."""
+    """Return an attribute of a module or another object; None if there is none, or if reading it would run code."""
     kind, state = type(module), state_of(module)
     found = inspect.getattr_static(kind, name, _MISSING)
     if name in state and not inspect.isdatadescriptor(found):
@@ -70,47 +70,47 @@ def attribute_of(module: Any, name: str) -> Any:
 
 
 def method_in(module: nn.Module, place: str) -> Optional[FunctionType]:
-    """The function of a method that a module itself holds, bound to it; None for anything else."""
+    """Return the function of a method that a module's own dict holds, bound to it; None for anything else."""
     own = state_of(module).get(place)
     is_bound = type(own) is MethodType and own.__self__ is module and type(own.__func__) is FunctionType
     return own.__func__ if is_bound else None
 
 
 def forward_of(module: nn.Module) -> Any:
-    """The forward that a call of a module runs, as it was before it was fused: one that it holds itself, bound to it,
-    or that of its class."""
+    """Return the forward that a call of a module runs, without fusion: the bound one in the module's own dict, or that
+    of its class."""
     own = method_in(module, "forward")
     return getattr(type(module), "forward", None) if own is None else written[own].function if own in written else own
 
 
 def finder_of(kind: type) -> Optional[str]:
-    """The method of a class of modules that Python runs where an attribute is read, if nn.Module has another one."""
+    """Return the name of the method that overrides nn.Module's attribute look-up in a class; None if there is none."""
     names = ("__getattribute__", "__getattr__")
     return next((name for name in names if getattr(kind, name, None) is not getattr(nn.Module, name)), None)
 
 
 def name_of_class(kind: type) -> str:
-    """The name of a class with that of its module."""
+    """Return the name of a class, qualified by its module."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def class_of(module: nn.Module) -> type:
-    """The class of a module as it was written: without what torch parametrizes in it."""
-    kind, parts = type(module), module._modules  # Dynamo follows this
+    """Return the class of a module, without the subclass that torch's parametrizations create."""
+    kind, parts = type(module), module._modules  # Dynamo traces this
     return kind.__base__ if "parametrizations" in parts and "Parametrized" in kind.__name__ else kind
 
 
-# Methods that modules hold: fused ones, those of kernels, and wrappers.
+# Methods in the dicts of modules: fused ones, those of kernels, and wrappers.
 
-# The mark: fused methods by name, with whether the module itself held that of its class. It has the name of this build:
-# what another one fused is not its own.
+# The mark on a fused module: its fused methods by name, and whether the module's own dict held the class's method. The
+# name contains this build's, so that builds do not take each other's fused modules for their own.
 FUSED = f"{__package__.partition('.')[0]}_fused"
 
 
 class Written(NamedTuple):
-    """A method of a class as it was read, with what notebooks replace in it when its source changes.
+    """A method of a class as it was analysed, including what notebooks replace in it when its source changes.
 
-    ``looked_up`` are names that it looks up, and the fused method does not: owners, names and values.
+    ``looked_up`` are the names that it looks up and the fused method does not: owners, names and values.
     """
 
     name: str
@@ -121,16 +121,16 @@ class Written(NamedTuple):
     looked_up: Tuple[Tuple[Any, str, Any], ...] = ()
 
     def is_in(self, kind: type) -> bool:
-        """True if a class has it, unchanged."""
+        """True if a class has this method, unchanged."""
         return getattr(kind, self.name, None) is self.function and self.is_as_read()
 
     def parts(self) -> Dict[str, Any]:
-        """Its code and defaults, by attribute. Where there were no defaults, calls that need some fail as before."""
+        """Return its code and defaults by attribute. Without defaults, calls that need some fail as before."""
         parts = {"__code__": self.code, "__defaults__": self.defaults, "__kwdefaults__": self.named_defaults}
         return {name: part for name, part in parts.items() if part is not None}
 
     def is_as_read(self) -> bool:
-        """True if it is unchanged itself; some fused methods ask this at every call."""
+        """True if the function itself is unchanged; some fused methods check this at every call."""
         function = self.function
         if function.__code__ is not self.code:
             return False
@@ -141,11 +141,11 @@ class Written(NamedTuple):
         return not self.looked_up or are_unchanged(self.looked_up)
 
 
-written: WeakKeyDictionary[FunctionType, Written] = WeakKeyDictionary()  # by the fused functions made of them
+written: WeakKeyDictionary[FunctionType, Written] = WeakKeyDictionary()  # by the fused function
 
 
 def are_unchanged(attributes: Iterable[Tuple[Any, ...]]) -> bool:
-    """True if owners have these values under these names, and nothing under a name without a value."""
+    """True if owners have these values under these names, and no attribute under a name without a value."""
     return all(_is_unchanged(*each) for each in attributes)
 
 
@@ -154,19 +154,19 @@ def _is_unchanged(owner: Any, name: str, value: Any = _MISSING) -> bool:
 
 
 def as_written(name: str, function: FunctionType) -> Written:
-    """A method as it is now."""
+    """Return a method as it is now."""
     return Written(name, function, function.__code__, function.__defaults__, function.__kwdefaults__)
 
 
-# By class of modules: a forward that is not the class's own and computes the same.
+# By class of modules: a forward that is not the class's own but computes the same.
 PLAIN_FORWARDS: Dict[type, FunctionType] = {}
 
 
 def of_call(module: nn.Module, kernelizable: bool = False) -> Optional[str]:
-    """The effect of calling ``module`` beyond the forward that its class was written with, or None.
+    """Return the effect of calling ``module`` beyond its class's original forward, or None.
 
-    ``kernelizable``: where the class is made for it, a layer of a kernel, which ``kernels.kernelize`` put in the place
-    of the forward, computes the same.
+    ``kernelizable``: a kernel's layer that ``kernels.kernelize`` installed as the forward counts as computing the same,
+    if the class supports that.
     """
     hooks = hooks_of(module)
     if hooks is not None:
@@ -174,7 +174,7 @@ def of_call(module: nn.Module, kernelizable: bool = False) -> Optional[str]:
     function = own_method(module, "forward")
     if function is not None:
         known = function is type(module).forward or function is PLAIN_FORWARDS.get(type(module))
-        # Fused, that of the class computes the same.
+        # The fused version of the class's forward computes the same.
         known = known or (function in written and written[function].function is type(module).forward)
         if not known and not (kernelizable and hasattr(type(module), "kernel_layer_name") and _is_of_a_layer(function)):
             return "an overridden forward"
@@ -182,9 +182,10 @@ def of_call(module: nn.Module, kernelizable: bool = False) -> Optional[str]:
 
 
 def hooks_of(module: nn.Module) -> Optional[str]:
-    """The word for the hooks that a call of a module runs, if it runs any, or for what runs in the call's place.
+    """Return the report's word for the hooks that a call of a module runs, or for code that replaces the call; else
+    None.
 
-    ``torch.nn.Module.compile`` puts such a call into the module.
+    ``torch.nn.Module.compile`` replaces the call of a module.
     """
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     if hooks:
@@ -197,9 +198,9 @@ _NO_METHOD = object()
 
 
 def own_method(module: nn.Module, name: str) -> Any:
-    """The function of a method that a module itself holds, bound to it; None where it holds nothing under that name.
+    """Return the function of a method that a module's own dict holds, bound to it; None if the dict lacks the name.
 
-    What else it may hold, like a method of another module, is told as an object that is no function.
+    Anything else, such as a method of another module, gives an object that is not a function.
     """
     own = module.__dict__.get(name)
     if own is None:
@@ -208,7 +209,7 @@ def own_method(module: nn.Module, name: str) -> Any:
 
 
 def _is_of_a_layer(function: Any) -> bool:
-    """True if it is the forward of a class in the ``layers`` of a kernel, and not wrapped since."""
+    """True if a function is the forward of a class in a kernel's ``layers`` and has not been wrapped since."""
     if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
         return False
     return function.__module__.endswith(".layers") and function.__qualname__.endswith(".forward")

@@ -1,4 +1,4 @@
-"""Bindings, reads and side effects of code, by its syntax. Syntax is harmful unless it is listed as harmless."""
+"""Bindings, reads and side effects of code, from its syntax. Only listed syntax is considered harmless."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Callable, Iterator, Optional, Set
 
 from .source import bound_names, tree_of
 
-MayCall = Callable[[ast.expr], bool]  # whether a call of something does no more than compute
+MayCall = Callable[[ast.expr], bool]  # true if a call only computes
 
-# Nodes that compute or bind names and do nothing else.
+# Nodes that only compute or bind names.
 _HARMLESS = (ast.Assign, ast.AnnAssign, ast.If, ast.Pass, ast.Expr, ast.expr_context, ast.keyword)
 _HARMLESS += (ast.Name, ast.Constant, ast.Attribute, ast.Subscript, ast.Slice, ast.Tuple, ast.List, ast.Starred)
 _HARMLESS += (ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.operator, ast.unaryop, ast.boolop)
 _HARMLESS += (ast.cmpop,)
 
-# Nodes that evaluate all their children, whatever the values are.
+# Nodes that always evaluate all their children.
 _UNCONDITIONAL = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)
 _UNCONDITIONAL += (ast.Call, ast.keyword, ast.BinOp, ast.UnaryOp, ast.Tuple, ast.List, ast.Dict, ast.Starred)
 _UNCONDITIONAL += (ast.Attribute, ast.Subscript)
@@ -26,7 +26,7 @@ _READS_LOCALS = {"locals", "vars", "dir", "eval", "exec"}
 
 
 def readable(function: FunctionType) -> Optional[ast.FunctionDef]:
-    """The definition of a method, if names in it mean what they say; else None."""
+    """Return the definition of a method; None if its names cannot be resolved from the syntax alone."""
     tree = tree_of(function)
     if tree is None or function.__code__.co_flags & (CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR):
         return None
@@ -38,18 +38,18 @@ def readable(function: FunctionType) -> Optional[ast.FunctionDef]:
     for node in ast.walk(tree):
         if isinstance(node, (ast.Global, ast.Nonlocal)) or (isinstance(node, ast.Name) and node.id in _READS_LOCALS):
             return None
-        if any(_is_private(name) for name in _identifiers(node)):  # a class gives them another name
+        if any(_is_private(name) for name in _identifiers(node)):  # a class mangles them
             return None
     return tree
 
 
 def bound(node: ast.AST) -> Set[str]:
-    """The names that a node, or anything in it, may bind."""
+    """Return the names that a node, or anything in it, may bind."""
     return {name for part in ast.walk(node) for name in bound_names(part)}
 
 
 def uses(node: ast.AST, name: str) -> Set[ast.Name]:
-    """The nodes that read or delete a name."""
+    """Return the nodes that read or delete a name."""
     changed = {part.target for part in ast.walk(node) if isinstance(part, ast.AugAssign)}
     names = {other for other in ast.walk(node) if isinstance(other, ast.Name) and other.id == name}
     return {other for other in names if other in changed or not isinstance(other.ctx, ast.Store)}
@@ -76,7 +76,7 @@ def is_reached(node: ast.expr, holder: ast.AST, may_call: MayCall) -> bool:
         return False
     targets = [holder.target] if isinstance(holder, ast.AnnAssign) else getattr(holder, "targets", ())
     for child in ast.iter_child_nodes(holder):
-        if child in targets:  # which come last
+        if child in targets:  # evaluated last
             continue
         if not (is_reached(node, child, may_call) if node in ast.walk(child) else is_harmless(child, may_call)):
             return False
@@ -84,7 +84,7 @@ def is_reached(node: ast.expr, holder: ast.AST, may_call: MayCall) -> bool:
 
 
 def is_plain(node: ast.expr) -> bool:
-    """True for a name, an attribute or a number, whose time and number of evaluations do not matter."""
+    """True for a name, an attribute or a number, which may be evaluated at any time and any number of times."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return isinstance(node.operand, ast.Constant)
     return isinstance(node, (ast.Constant, ast.Name, ast.Attribute))

@@ -1,6 +1,6 @@
-"""Names in a function, and what they were bound to.
+"""Names in a function, and the values that were bound to them.
 
-Names are followed only to the one assignment that certainly bound them.
+A name is resolved only if a single assignment certainly bound it.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from typing import FrozenSet, Iterator, List, Optional, Set, Tuple
 
 from .effects import bound, uses
 
-# Statements that an MLP may be found in, and those that hold blocks of such.
+# Statements that may contain an MLP, and those that contain blocks of such statements.
 SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)
 _COMPOUND = (ast.FunctionDef, ast.If, ast.For, ast.While, ast.With)
 
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _SCOPES += (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
-# By what a block may be left in its middle, while the function goes on: a context may swallow an exception.
+# Nodes that may leave a block early while the function continues: a context manager may suppress an exception.
 _LEAVING = (ast.Break, ast.Continue, ast.With, ast.AsyncWith, ast.Try, getattr(ast, "TryStar", ast.Try))
 
 
 @dataclass(frozen=True)
 class Place:
-    """A statement, in its block, in its function."""
+    """A statement, with its block and its function."""
 
     function: ast.FunctionDef
     block: List[ast.stmt]
@@ -33,9 +33,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Value:
-    """An expression, the place where it is evaluated, and the names that were followed to it.
+    """An expression, the place where it is evaluated, and the names that were resolved to reach it.
 
-    ``half`` says which half of the expression's last dimension, if not the whole.
+    ``half`` is the index of the half of the expression's last dimension that is meant; None for the whole.
     """
 
     node: ast.expr
@@ -44,12 +44,12 @@ class Value:
     half: Optional[int] = None
 
     def part(self, node: ast.expr) -> Value:
-        """A part of this expression, followed to where it was bound."""
+        """Return a part of this expression, with its name resolved."""
         return _follow(Value(node, self.place, self.read))
 
 
 def _follow(value: Value) -> Value:
-    """The expression that a name, or half of a chunked tensor, stands for; the value itself where that is not sure."""
+    """Resolve a name, or half of a chunked tensor, to the expression bound to it; return the value itself if unsure."""
     node, place, half = value.node, value.place, None
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and node.slice.value in (0, 1):
         node, half = node.value, node.slice.value
@@ -76,7 +76,7 @@ def _follow(value: Value) -> Value:
 
 
 def _chunked(node: ast.expr) -> Optional[ast.expr]:
-    """The tensor of ``tensor.chunk(2, dim=-1)`` or ``torch.chunk(tensor, 2, dim=-1)``."""
+    """Return the tensor in ``tensor.chunk(2, dim=-1)`` or ``torch.chunk(tensor, 2, dim=-1)``."""
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "chunk"):
         return None
     tensor, sizes = node.func.value, list(node.args)
@@ -88,7 +88,7 @@ def _chunked(node: ast.expr) -> Optional[ast.expr]:
 
 
 def reads_of(name: str, place: Place) -> Optional[Set[ast.Name]]:
-    """The nodes that may read the value that a statement gives to a name; None if they cannot be determined."""
+    """Return the nodes that may read the value that a statement binds to a name; None if that cannot be determined."""
     for scope in ast.walk(place.function):
         if isinstance(scope, _SCOPES) and scope is not place.function and uses(scope, name):
             return None
@@ -99,7 +99,7 @@ def reads_of(name: str, place: Place) -> Optional[Set[ast.Name]]:
         later.append(statement)
         target, given = assignment(statement)
         if given is not None and name in bound(target) and not is_left:
-            break  # what is read in the value comes first
+            break  # reads in the value come first
     else:
         if inner and not _used(name, _after_block(place.function.body, place.block)) <= _used(name, later):
             return None
@@ -111,9 +111,9 @@ def _used(name: str, statements: List[ast.stmt]) -> Set[ast.Name]:
 
 
 def _after_block(statements: List[ast.stmt], block: List[ast.stmt]) -> Optional[List[ast.stmt]]:
-    """The statements that may run after a block in one of these statements; None if it is in none of them.
+    """Return the statements that may run after a block in one of these statements; None if none of them contains it.
 
-    They are the statements behind those that hold the block, and a whole loop, for its next iteration.
+    These are the statements after those that contain the block; for a loop also the whole loop, for its next iteration.
     """
     if statements is block:
         return []
@@ -127,12 +127,12 @@ def _after_block(statements: List[ast.stmt], block: List[ast.stmt]) -> Optional[
 
 
 def body_of(function: ast.FunctionDef) -> List[ast.stmt]:
-    """The statements of a function behind its docstring."""
+    """Return the statements of a function after its docstring."""
     return function.body[int(ast.get_docstring(function, clean=False) is not None) :]
 
 
 def assignment(statement: ast.stmt) -> Tuple[Optional[ast.expr], Optional[ast.expr]]:
-    """Target and value of a statement that is one assignment."""
+    """Return target and value of a statement that is a single assignment."""
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
         return statement.targets[0], statement.value
     if isinstance(statement, ast.AnnAssign):
@@ -141,7 +141,7 @@ def assignment(statement: ast.stmt) -> Tuple[Optional[ast.expr], Optional[ast.ex
 
 
 def blocks(node: ast.AST) -> Iterator[List[ast.stmt]]:
-    """The lists of statements of a function, but not of functions inside it."""
+    """Yield the lists of statements of a function, without those of nested functions."""
     for _, field in ast.iter_fields(node):
         if isinstance(field, list) and field and isinstance(field[0], ast.stmt):
             yield field
@@ -151,7 +151,7 @@ def blocks(node: ast.AST) -> Iterator[List[ast.stmt]]:
 
 
 def expressions(node: ast.AST) -> Iterator[ast.expr]:
-    """The expressions of a statement itself, from the outside in."""
+    """Yield the expressions of a statement itself, outermost first."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.expr) and not isinstance(child, _SCOPES):
             yield child

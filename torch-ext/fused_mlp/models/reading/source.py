@@ -1,4 +1,4 @@
-"""Functions and their syntax trees, both ways."""
+"""Conversion between functions and their syntax trees."""
 
 from __future__ import annotations
 import __future__
@@ -32,7 +32,7 @@ _Definitions = List[Tuple[ast.FunctionDef, CodeType]]
 
 
 def remembered(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """``functools.cache``, which knows functions by what they are made of too: notebooks replace that in place."""
+    """Like ``functools.cache``, but also keyed by code and defaults of functions: notebooks replace them in place."""
     known: Dict[Tuple[Any, ...], Tuple[Any, List[Any]]] = {}
 
     @functools.wraps(compute)
@@ -41,16 +41,16 @@ def remembered(compute: Callable[..., Any]) -> Callable[..., Any]:
         parts = [part for each in functions for part in (each.__code__, each.__defaults__, each.__kwdefaults__)]
         key = (*args, *map(id, parts))
         if key not in known:
-            known[key] = compute(*args), parts  # whose ids are theirs for as long as they are here
+            known[key] = compute(*args), parts  # kept alive, so that their ids stay theirs
         return known[key][0]
 
     return call
 
 
 def tree_of(function: FunctionType) -> Optional[ast.FunctionDef]:
-    """The definition of a function; None where it cannot be had, or is not certainly what the function runs."""
+    """Return the definition of a function; None if it is not available or not certainly the code that runs."""
     code = function.__code__
-    key = (code, code.co_filename)  # equal codes may stand in several files
+    key = (code, code.co_filename)  # equal codes may be in several files
     if key not in _trees:
         linecache.checkcache(code.co_filename)
         lines = linecache.getlines(code.co_filename, function.__globals__)
@@ -59,7 +59,7 @@ def tree_of(function: FunctionType) -> Optional[ast.FunctionDef]:
 
 
 def digest(codes: Iterable[Optional[CodeType]]) -> Optional[str]:
-    """A hash of the source of code, without comments and white space; None where there is none."""
+    """Return a hash of the source of code, without comments and white space; None if there is none."""
     try:
         sources = [inspect.getsource(code) for code in codes]
     except (OSError, TypeError):
@@ -69,7 +69,7 @@ def digest(codes: Iterable[Optional[CodeType]]) -> Optional[str]:
 
 
 def codes_of(kind: type, names: Iterable[str]) -> Iterator[Optional[CodeType]]:
-    """The code of methods that a class has: of a wrapper, inspect would find the source of what it stands around."""
+    """Yield the code of a class's methods. Given a wrapper itself, inspect finds the source of the wrapped function."""
     for name in names:
         found = inspect.getattr_static(kind, name, None)
         found = found.fget if isinstance(found, property) else found
@@ -78,7 +78,7 @@ def codes_of(kind: type, names: Iterable[str]) -> Iterator[Optional[CodeType]]:
 
 
 class LookUp(NamedTuple):
-    """A name that a function looks up around it, ``F.dropout`` say, what that stands for, and in which attributes."""
+    """A name that a function looks up outside itself, such as ``F.dropout``, with its value and the attributes used."""
 
     node: ast.expr
     value: Any
@@ -86,7 +86,7 @@ class LookUp(NamedTuple):
 
 
 def not_looked_up(changed: ast.FunctionDef, function: FunctionType) -> List[LookUp]:
-    """The known values that a function looks up and a changed definition of it does not, or not as often."""
+    """Return the known values that a function looks up and a changed definition of it does not, or less often."""
     still = Counter(ast.unparse(node) for statement in changed.body for node in _paths(statement))
     paths = [node for statement in tree_of(function).body for node in _paths(statement)]
     nodes, before = {ast.unparse(node): node for node in paths}, Counter(map(ast.unparse, paths))
@@ -95,13 +95,13 @@ def not_looked_up(changed: ast.FunctionDef, function: FunctionType) -> List[Look
 
 
 def read_of(function: FunctionType, *changed: ast.FunctionDef) -> Tuple[Tuple[Any, str, Any], ...]:
-    """The attributes on which changed definitions of a function rest: owner, name and value."""
+    """Return the attributes that changed definitions of a function depend on: owner, name and value."""
     looked_up = (each for tree in changed for found in not_looked_up(tree, function) for each in found.attributes)
     return ((function, "__code__", function.__code__), *looked_up)
 
 
 def _paths(node: ast.AST) -> Iterator[ast.expr]:
-    """The longest paths of names in a node."""
+    """Yield the longest dotted paths of names in a node."""
     if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
         root = node
         while isinstance(root, ast.Attribute):
@@ -119,7 +119,7 @@ def _look_up(node: ast.expr, function: FunctionType) -> Optional[LookUp]:
         owner = _look_up(node.value, function)
         if owner is None or value is None:
             return None
-        made_anew = type(value) is MethodType  # at each look-up
+        made_anew = type(value) is MethodType  # new at each look-up
         return LookUp(node, value, (*owner.attributes, *(() if made_anew else ((owner.value, node.attr, value),))))
     code = function.__code__
     if node.id in code.co_freevars and value is not None:
@@ -131,7 +131,7 @@ def _look_up(node: ast.expr, function: FunctionType) -> Optional[LookUp]:
 
 
 def inside(function: FunctionType) -> Optional[FunctionType]:
-    """The function that a decorator's function wraps: functools.wraps says so, and its closure holds it."""
+    """Return the function that a decorator's function wraps, if functools.wraps marks it and the closure holds it."""
     inner = getattr(function, "__wrapped__", None)
     held = any(_holds(cell, inner) for cell in function.__closure__ or ())
     return inner if held and isinstance(inner, FunctionType) else None
@@ -142,7 +142,7 @@ def _holds(cell: CellType, value: Any) -> bool:
 
 
 def value_of(node: ast.expr, function: FunctionType, first: Any) -> Any:
-    """The value of a name or an attribute in a function, given its first argument; None where it is not known."""
+    """Return the value of a name or an attribute in a function, given its first argument; None if it is unknown."""
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
@@ -167,7 +167,7 @@ def value_of(node: ast.expr, function: FunctionType, first: Any) -> Any:
 
 
 def values_of(node: ast.expr, function: FunctionType, first: Any) -> Dict[str, Any]:
-    """:func:`value_of` by the name that the value has; all values, where a loop over a list of modules gives them."""
+    """Return :func:`value_of` by the value's name; for a variable of a loop over a list of modules, all its values."""
     tree = tree_of(function)
     loops = {} if tree is None else _loops(tree)
     if isinstance(node, ast.Name) and node.id in loops:
@@ -180,7 +180,7 @@ def values_of(node: ast.expr, function: FunctionType, first: Any) -> Dict[str, A
 
 @functools.cache
 def _loops(tree: ast.FunctionDef) -> Dict[str, ast.expr]:
-    """The iterables of loops, by the names of variables that are nothing but loop variables."""
+    """Return the iterables of loops, by the names of variables that are only loop variables."""
     found: Dict[str, ast.expr] = {}
     nodes = list(ast.walk(tree))
     stored = [name for node in nodes for name in bound_names(node)]
@@ -193,7 +193,7 @@ def _loops(tree: ast.FunctionDef) -> Dict[str, ast.expr]:
     return found
 
 
-# Strings in a tree that bind no name. Any other may, whatever syntax Python will have.
+# String fields of AST nodes that bind no name. Any other field may, including those of future syntax.
 _BINDS_NOTHING = {
     (ast.Attribute, "attr"),
     (ast.Constant, "value"),
@@ -204,7 +204,7 @@ _BINDS_NOTHING = {
 
 
 def bound_names(node: ast.AST) -> Iterator[str]:
-    """The names that a node itself binds or deletes, or declares to be another scope's."""
+    """Yield the names that a node itself binds or deletes, or declares to be of another scope."""
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
         return
     for field, value in ast.iter_fields(node):
@@ -214,7 +214,7 @@ def bound_names(node: ast.AST) -> Iterator[str]:
 
 
 def compiled(definition: ast.FunctionDef, original: FunctionType, names: Tuple[str, ...]) -> CodeType:
-    """The code of a definition; the free names of the original, and ``names``, are those of a function around it."""
+    """Compile a definition in a function whose parameters are the original's free names and ``names``."""
     outer = ast.parse("def around(): pass")
     outer.body[0].args.args = [ast.arg(name) for name in (*original.__code__.co_freevars, *names)]
     outer.body[0].body = [definition]
@@ -226,27 +226,27 @@ def compiled(definition: ast.FunctionDef, original: FunctionType, names: Tuple[s
     return code
 
 
-# Which definition in a file, or in a cell of a notebook, a function was made of: that which compiles to the same code.
-# Code depends on what it is compiled with (on imports elsewhere in the file, say), so all of that is compiled again.
+# A function's definition in a file, or in a cell of a notebook, is the one that compiles to the same code. The code may
+# depend on the rest of the file (on its imports, say), so all of it is compiled again.
 
 
 def _definition(code: CodeType, source: str) -> Optional[ast.FunctionDef]:
     flags = code.co_flags & _FUTURES
-    # A file is compiled as one; IPython and Python's own prompt compile one statement after the other.
+    # A file is compiled as a whole; IPython and Python's own prompt compile one statement at a time.
     for line in (None, code.co_firstlineno):
         found = [tree for tree, made in _definitions(source, code.co_filename, flags, line) if made == code]
         if len(found) == 1:
-            found[0].decorator_list = []  # what they make of it is another function
+            found[0].decorator_list = []  # a decorated function is another function
             return found[0]
     return None
 
 
 @functools.lru_cache(maxsize=8)
 def _definitions(source: str, filename: str, flags: int, line: Optional[int]) -> _Definitions:
-    """The definitions in a file with their codes; of the top-level statement at ``line`` alone, if given."""
+    """Return the definitions in a file with their codes; only those of the top-level statement at ``line`` if given."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # were shown when it was compiled first
+            warnings.simplefilter("ignore")  # they were shown at the first compilation
             tree = compile(source, filename, "exec", flags | ast.PyCF_ONLY_AST, dont_inherit=True)
             if line is not None:
                 tree.body = [node for node in tree.body if _first_line(node) <= line <= node.end_lineno]
@@ -258,7 +258,7 @@ def _definitions(source: str, filename: str, flags: int, line: Optional[int]) ->
         if isinstance(node, ast.FunctionDef):
             by_place.setdefault((node.name, _first_line(node)), []).append(node)
     found = ((by_place.get((code.co_name, code.co_firstlineno), ()), code) for code in codes)
-    return [(*nodes, code) for nodes, code in found if len(nodes) == 1]  # else two definitions share a line
+    return [(*nodes, code) for nodes, code in found if len(nodes) == 1]  # otherwise two definitions share a line
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -269,5 +269,5 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _first_line(node: Union[ast.stmt, ast.FunctionDef]) -> int:
-    """The line that its code begins with."""
+    """Return the first line of a statement's code."""
     return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])

@@ -1,1 +1,1 @@
-"""Methods made anew, with fused calls in them."""
+"""Rewriting of methods so that they contain fused calls."""

@@ -1,16 +1,16 @@
-"""Conditions on a module's own attributes that stand inside of an MLP or its block, moved in front of it.
+"""Conditions on a module's own attributes inside an MLP or its block, moved in front of it.
 
     x = self.mlp(self.norm(x))              if self.scaled and not self.late:
     if self.scaled:                             x = self.mlp(self.norm(x))
         x = self.scale * x                      x = self.scale * x
     if self.late:                               return residual + x
         x = self.drop(x)                    else:
-    return residual + x                         ...  # as it was written
+    return residual + x                         ...  # the original code
 
-The first branch is what runs with the conditions as they are when the module is fused: code without conditions, in
-which a block is found. A question such as ``is_torch_npu_available()`` is moved too, if it does no more than to return
-a global. ``h = a if self.flag else b`` is such a condition, and so is whether ``self.dim`` in
-``h.chunk(2, dim=self.dim)`` is -1.
+The first branch is the code that runs with the values that the conditions have when the module is fused. It contains
+no conditions, so a block can be matched in it. A call such as ``is_torch_npu_available()`` is moved too, if it only
+returns a global. ``h = a if self.flag else b`` is such a condition as well, and so is the comparison of ``self.dim``
+with -1 in ``h.chunk(2, dim=self.dim)``.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from ..reading.effects import bound
 from ..reading.names import SIMPLE, blocks, is_name
 from .substitution import replace
 
-Condition = Tuple[ast.expr, bool]  # a test, and what it has to be
+Condition = Tuple[ast.expr, bool]  # a test and its required value
 
-# Nodes allowed in a condition, beside names.
+# AST nodes allowed in a condition, beside names.
 _PLAIN = (ast.Attribute, ast.Constant, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.expr_context)
 _PLAIN += (ast.unaryop, ast.boolop, ast.cmpop)
 
-# Calls that a condition may be moved over. Another call, such as an attention's, may change the condition's value.
+# Calls that a condition may be moved over. Other calls, such as attention, may change the condition's value.
 _NEAR = {Role.WHOLE, Role.PROJECTION, Role.NORM, Role.SCALE, Role.PASSING, Role.DROPOUT, Role.ASKING, Role.FLAG}
-_STARTS = {Role.WHOLE, Role.PROJECTION}  # what an MLP in a method begins with
+_STARTS = {Role.WHOLE, Role.PROJECTION}  # first calls of an MLP in a method
 
 
-Answers = Tuple[Tuple[str, bool], ...]  # conditions as source, and what they are of a module
+Answers = Tuple[Tuple[str, bool], ...]  # conditions as source, with their values for a module
 
 
 def parted(function: ast.FunctionDef, role: RoleOf, answers: Answers) -> Optional[ast.FunctionDef]:
-    """A copy of a method with its conditions moved, for a module of which they are ``answers``; None if none can be."""
+    """Return a copy of a method with its conditions moved, given their values; None if none can be moved."""
     parting = _Parting(copy.deepcopy(function), role)
     made = parting.spread()
     inner_first = reversed(list(blocks(made)))
@@ -50,7 +50,7 @@ def parted(function: ast.FunctionDef, role: RoleOf, answers: Answers) -> Optiona
 
 
 def conditions_in(function: ast.FunctionDef, role: RoleOf) -> Tuple[ast.expr, ...]:
-    """The conditions in a method that can be told from its module alone."""
+    """Return the conditions in a method that its module alone decides."""
     parting = _Parting(copy.deepcopy(function), role)
     statements = [statement for block in blocks(parting.spread()) for statement in block]
     tests = (_without_not(each.test)[0] for each in statements if parting.asks_module(each))
@@ -58,13 +58,13 @@ def conditions_in(function: ast.FunctionDef, role: RoleOf) -> Tuple[ast.expr, ..
 
 
 def answers_of(conditions: Tuple[ast.expr, ...], function: FunctionType, module: Any) -> Answers:
-    """The current values of conditions of a module, without those that raise."""
+    """Return the current values of a module's conditions, without those that raise."""
     found = ((ast.unparse(test), _value(test, function, module)) for test in conditions)
     return tuple((text, value) for text, value in found if value is not None)
 
 
 def conditions_of(function: ast.FunctionDef, node: ast.expr, role: RoleOf) -> Tuple[Condition, ...]:
-    """The conditions under which a method computes an expression, of those that can be told from its module alone."""
+    """Return the conditions, among those that the module alone decides, under which a method computes an expression."""
     parting = _Parting(function, role)
 
     def of(block: List[ast.stmt]) -> Optional[Tuple[Condition, ...]]:
@@ -83,7 +83,7 @@ def conditions_of(function: ast.FunctionDef, node: ast.expr, role: RoleOf) -> Tu
 
 
 def unmet(conditions: Tuple[Condition, ...], function: FunctionType, module: Any) -> Optional[str]:
-    """The condition that keeps a method from a branch now, as source; None where there is none, or nobody can tell."""
+    """Return the source of a condition that currently keeps a method out of a branch; None if none is known."""
     for test, wanted in conditions:
         found = _value(test, function, module)
         if found not in (None, wanted):
@@ -92,7 +92,7 @@ def unmet(conditions: Tuple[Condition, ...], function: FunctionType, module: Any
 
 
 def _value(test: ast.expr, function: FunctionType, module: Any) -> Optional[bool]:
-    """The value of a condition in a method for a module; None where it is not known without running user code."""
+    """Return the value of a condition in a method; None if finding it would run user code."""
     try:
         return Evaluation(module).truth(test, function)
     except NotProved:
@@ -108,13 +108,13 @@ class _Parting:
         self._role, self._may_call = role, harmless_calls(role)
 
     def spread(self) -> ast.FunctionDef:
-        """The method, with an if statement in the place of each condition inside of an expression."""
+        """Turn each condition inside an expression of the method into an if statement, and return the method."""
         for block in list(blocks(self._function)):
             block[:] = map(self._spread, block)
         return self._function
 
     def _spread(self, statement: ast.stmt) -> ast.stmt:
-        """A statement with the condition that is in its expression around it, if that can be moved."""
+        """Wrap a statement in an if on the condition in its expression, if the condition can be moved."""
         value = statement.value if isinstance(statement, (ast.Assign, ast.Return)) else None
         dim = self._dim(value)
         if isinstance(value, ast.IfExp):
@@ -132,7 +132,7 @@ class _Parting:
         return made if self.asks_module(made) else statement
 
     def _dim(self, value: Optional[ast.expr]) -> Optional[ast.Attribute]:
-        """The attribute of the module that says which dimension is halved."""
+        """Return the attribute of the module that holds the dimension to halve."""
         if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "chunk"):
             return None
         given = [*value.args[-1:], *(word.value for word in value.keywords if word.arg == "dim")]
@@ -140,7 +140,7 @@ class _Parting:
         return next(own, None)
 
     def part(self, block: List[ast.stmt], answers: Dict[str, bool]) -> bool:
-        """Moves conditions in front of the statements that lead to a block's first MLP; false if there are none."""
+        """Move conditions in front of the statements that lead to a block's first MLP; False if there are none."""
         start = self._start(block, answers)
         if start is None:
             return False
@@ -149,7 +149,7 @@ class _Parting:
         if not guards or not taken:
             return False
         otherwise = behind
-        if len(guards) == 1:  # the other branch has no condition either
+        if len(guards) == 1:  # the other branch has no conditions either
             ((text, (_, is_so)),) = guards.items()
             _, otherwise = self._decided(behind, {text: not is_so})
         asked = [test if is_so else ast.UnaryOp(ast.Not(), test) for test, is_so in guards.values()]
@@ -167,7 +167,7 @@ class _Parting:
         return None
 
     def _taken(self, statement: ast.stmt, answers: Dict[str, bool]) -> List[ast.stmt]:
-        """The statements that run in the place of one where conditions are as ``answers`` say."""
+        """Return the statements that run in place of one, given the values of conditions."""
         if not self.asks_module(statement):
             return [statement]
         test, positive = _without_not(statement.test)
@@ -180,7 +180,7 @@ class _Parting:
     def _decided(
         self, statements: List[ast.stmt], answers: Dict[str, bool]
     ) -> Tuple[Dict[str, Condition], List[ast.stmt]]:
-        """The conditions in statements that ``answers`` decide, by their texts, and what runs where they are so."""
+        """Return the conditions in statements that ``answers`` decides, by text, and the statements that then run."""
         taken, guards, index = copy.deepcopy(statements), {}, 0
         while index < len(taken):
             statement = taken[index]
@@ -230,6 +230,6 @@ def _stores(statement: ast.stmt) -> bool:
 
 
 def _without_not(test: ast.expr) -> Tuple[ast.expr, bool]:
-    """A condition without the ``not`` in front of it, and true if there is none."""
+    """Strip a leading ``not`` from a condition; the flag is True if there was none."""
     is_negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
     return (test.operand, False) if is_negated else (test, True)

@@ -1,4 +1,4 @@
-"""Detection of MLPs by the data flow between the parts of a module, in whatever form the code is written."""
+"""Detection of MLPs by the data flow between the parts of a module, however the code is written."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _ACTIVATIONS = {
     Role.BOUND,
     Role.UNKNOWN,
     Role.PRODUCT,
-}  # a sigmoid is more often a gate of something else
+}  # without Role.SIGMOID: a sigmoid is more often a gate of something else
 
 
 def has_parts_of_mlp(module: nn.Module) -> bool:
-    """True if a module holds two projections, and an activation, or a forward that names a function of torch's."""
+    """True if a module has two projections, and an activation or a forward that names one of torch's functions."""
     roles = {rewriter.role_of(part) for part in state_of(module).values()}
     forward = inspect.getattr_static(type(module), "forward")
-    names = forward.__code__.co_names if isinstance(forward, FunctionType) else ()  # source or not
+    names = forward.__code__.co_names if isinstance(forward, FunctionType) else ()  # readable even without source
     roles.update(rewriter.role_of(vars(F).get(name)) for name in names)
     roles.update(map(rewriter.role_of, children_of(module).values()))
     return has_two_projections(module) and not _ACTIVATIONS.isdisjoint(roles)
 
 
 def has_two_projections(module: nn.Module) -> bool:
-    """False for what applies an activation to one layer: poolers, embeddings of time steps, modulations."""
+    """True if a module has at least two projections; poolers, time-step embeddings and modulations have only one."""
     parts = list(children_of(module).values())
     parts += [part for each in parts if type(each) is nn.ModuleList for part in children_of(each).values()]
     return sum(rewriter.role_of(part) == Role.PROJECTION for part in parts) > 1
@@ -42,29 +42,29 @@ def has_two_projections(module: nn.Module) -> bool:
 
 def applies_activation_to_projection(module: nn.Module) -> bool:
     """True if a method of a module passes the result of a projection to an activation."""
-    functions = map(inspect.unwrap, _methods(type(module)))  # a decorator calls what it stands around
+    functions = map(inspect.unwrap, _methods(type(module)))  # a decorator calls the function that it wraps
     return any(_Flow(function, module).reaches_activation() for function in functions)
 
 
 def _methods(kind: type) -> Iterator[FunctionType]:
-    """The methods of a class of modules, with the inherited ones that they call by the same name."""
+    """Yield the methods of a class of modules, and the inherited ones that they call by the same name."""
     bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
     for name in {name for base in bases for name in vars(base)}:
         for function in filter(None, (vars(base).get(name) for base in bases)):
             if not isinstance(function, FunctionType):
                 break
             yield function
-            if name not in function.__code__.co_names:  # it does not call super().name
+            if name not in function.__code__.co_names:  # no call of super().name
                 break
 
 
 class _Flow:
-    """Follows the outputs of projections through the names of a function, whatever the order of its statements."""
+    """Data flow from projections through the names of a function, whatever the order of its statements."""
 
     def __init__(self, function: FunctionType, module: nn.Module) -> None:
         self._function, self._module, self._tree = function, module, tree_of(function)
-        self._hidden: Set[str] = set()  # names that hold the output of a projection, or what was made of it
-        self._aliases: Dict[str, ast.expr] = {}  # names that a function or a module is bound to
+        self._hidden: Set[str] = set()  # names that hold a projection's output, or a value computed from it
+        self._aliases: Dict[str, ast.expr] = {}  # names bound to a function or a module
 
     def reaches_activation(self) -> bool:
         if self._tree is None:
@@ -90,7 +90,7 @@ class _Flow:
             return node.id in self._hidden
         if isinstance(node, ast.Call):
             role = self._role(node.func)
-            if role in (Role.PROJECTION, *Role.LAYERS):  # what comes out of another layer is not hidden any more
+            if role in (Role.PROJECTION, *Role.LAYERS):  # the output of another layer is no longer hidden
                 return role == Role.PROJECTION
         return any(map(self._holds, ast.iter_child_nodes(node)))
 

@@ -1,7 +1,7 @@
-"""The ends of attention in encoders: modules that are ``norm(projection(x) + residual)``, in one call.
+"""Fusion of the end of attention in encoders: modules that compute ``norm(projection(x) + residual)``, in one call.
 
-The second segment of an encoder's MLP is such a module too. Where the code around it hands it the first segment, both
-are one call of that (``running.split_mlps``), and it is left as it is.
+The second segment of an encoder's MLP is such a module too. If the surrounding code passes it the first segment, one
+call covers both (``running.split_mlps``), and the module keeps its own forward.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .fused_calls import NAMES, made_call
 
 
 def fused_methods(module: nn.Module, memory: str) -> Dict[str, FunctionType]:
-    """The method to put into such a module; none where it is no such.
+    """Return the method to install in such a module; empty if the module is not one.
 
-    ``memory``: what training keeps of the MLPs around it, by which a second call knows that nothing has changed.
+    ``memory`` says what training keeps of the surrounding MLPs; a second call uses it to detect that nothing changed.
     """
     forward = getattr(class_of(module), "forward", None)
     if shortcut.plain is None or not isinstance(forward, FunctionType):
@@ -47,19 +47,19 @@ def is_fused(function: Any) -> bool:
 
 
 def parts_of(function: FunctionType, module: nn.Module) -> Dict[str, Any]:
-    """The parts that a fused method calls: the projection, the parts that pass its result on, and the norm."""
+    """Return the parts that a fused method calls: the projection, the parts that pass its result on, and the norm."""
     return {name: attribute_of(module, name) for name in _names[function]}
 
 
 _FOUND = "@found"  # a name that no source spells
-_names: Dict[Any, Tuple[str, ...]] = {}  # by fused methods: those of their parts
+_names: Dict[Any, Tuple[str, ...]] = {}  # names of parts, by fused method
 
 
 @remembered
 def _made(
     forward: FunctionType, roles: Tuple[Tuple[str, str], ...], answers: branches.Answers, memory: str
 ) -> Optional[FunctionType]:
-    """The forward with the call in front of what it does, which is left for where the op does not take the parts."""
+    """Return the forward with the fused call inserted first; the original code is the fallback if no op supports it."""
     if rewriter.segment_role(forward, roles, answers) != Role.SECOND:
         return None
     segment = split_mlps.seconds[forward]

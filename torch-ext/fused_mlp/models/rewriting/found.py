@@ -20,11 +20,11 @@ from .fused_calls import NAMES, expression_of
 
 @dataclass(frozen=True)
 class FoundMLP:
-    """An MLP of a module, or what there is of one: its parts as they are now, by the names they have there.
+    """An MLP of a module, possibly incomplete: its current parts, by their names in the module.
 
-    ``split`` are the two modules that hold the parts, if the module itself does not; each with what keeps
-    its call from being skipped, or None. ``around`` says what else of its block is in the call. ``aside`` is what keeps
-    the method from the branch that the MLP is in, as source, if something does now.
+    ``split`` are the two modules that hold the parts, if the module itself does not; each with the reason why its call
+    cannot be skipped, or None. ``around`` says which other parts of its block the call includes. ``aside`` is the
+    source of the condition that currently keeps the method out of the MLP's branch, if any.
     """
 
     pattern: Pattern
@@ -37,12 +37,12 @@ class FoundMLP:
 
     @property
     def activation(self) -> Optional[Activation]:
-        """The row of the table that the activation computes now, or None."""
+        """The row of the table that the activation currently computes, or None."""
         return None if self.act is None else forms.row_of(self.act)
 
 
 def mlps_of(match: AnyMatch, function: FunctionType, module: nn.Module) -> List[FoundMLP]:
-    """The MLPs that a match of a method is: several in a loop, none that is another module's own."""
+    """Return the MLPs of a match in a method: several in a loop, none if the MLP belongs to another module."""
     if isinstance(match, SplitMLP):
         return _mlps_across(match, function, module)
     around = ""
@@ -53,20 +53,20 @@ def mlps_of(match: AnyMatch, function: FunctionType, module: nn.Module) -> List[
     act = act_of(match.act, function, module)
     between = {_name(node): _between(node, function, module) for node in match.between}
     projections = [list(values_of(node, function, module).items()) for node in match.projections]
-    turns = range(max(map(len, projections), default=1))  # the turns of a loop
+    turns = range(max(map(len, projections), default=1))  # iterations of a loop
     now = [dict(parts[min(turn, len(parts) - 1)] for parts in projections) for turn in turns]
     return [FoundMLP(match.pattern, parts, act, between, around=around) for parts in now]
 
 
 def around_of(is_summed: bool, is_normed: bool) -> str:
-    """The suffix of a pattern's name for the residual and the norm in the same call."""
+    """Return the suffix of a pattern's name for the residual and the norm in the same call."""
     return (" with residual and norm" if is_normed else " with residual") if is_summed else ""
 
 
 def _mlps_across(split: SplitMLP, function: FunctionType, module: nn.Module) -> List[FoundMLP]:
-    """The MLPs that pairs of modules hold, which a method calls one after the other."""
+    """Return the MLPs held by pairs of modules that a method calls one after the other."""
     pairs = [list(values_of(node, function, module).items()) for node in (split.first, split.second)]
-    turns = range(max(map(len, pairs)) if all(pairs) else 0)  # the turns of a loop
+    turns = range(max(map(len, pairs)) if all(pairs) else 0)  # iterations of a loop
     return [_mlp_across(*(parts[min(turn, len(parts) - 1)] for parts in pairs)) for turn in turns]
 
 
@@ -86,7 +86,7 @@ def _mlp_across(named_first: Tuple[str, Any], named_second: Tuple[str, Any]) -> 
 
 
 def mlp_behind(name: str, first: nn.Module, between: Dict[str, Any], projection: Dict[str, Any]) -> FoundMLP:
-    """The MLP of a first module and the projection that follows it."""
+    """Return the MLP of a first module and the projection that follows it."""
     segment = split_mlps.running(first, split_mlps.firsts)
     if isinstance(segment, str):
         return FoundMLP(forwards.PLAIN, {}, None, {}, {name: segment})
@@ -99,12 +99,12 @@ def mlp_behind(name: str, first: nn.Module, between: Dict[str, Any], projection:
 
 
 def act_of(act: Act, function: FunctionType, module: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The activation of a match as it is now."""
+    """Return the current activation of a match."""
     return _evaluated(expression_of(act), function, module)
 
 
 def _evaluated(node: ast.expr, function: FunctionType, module: nn.Module) -> Any:
-    """The value of an expression made by :func:`expression_of`. (A nested function would hold the module.)"""
+    """Return the value of an expression made by :func:`expression_of`. (A nested function would hold the module.)"""
     if not isinstance(node, ast.Call):
         found, *_ = values_of(node, function, module).values()
         return found

@@ -1,4 +1,4 @@
-"""The call that stands in the place of a match, as an expression, and the functions that such calls name."""
+"""The expressions that replace matches, and the functions that they call."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..running import blocks, plans, pointwise, sequences, shortcut, split_mlps
 from ..running.plans import Part
 from . import chunks
 
-Names = Dict[str, Any]  # what a rewritten method knows beside what its source names
+Names = Dict[str, Any]  # names of a rewritten method beside those in its source
 
 
 def call_of(memory: str, function: FunctionType, match: AnyMatch, names: Names) -> ast.expr:
-    """For a match in a method; ``memory``: what training keeps. The plan of the call is added to ``names``."""
+    """Return the call that replaces a match, and add its plan to ``names``. ``memory`` says what training keeps."""
     if isinstance(match, SplitMLP):
         return _split_mlp_of_children(memory, match)
     if isinstance(match, Turns):
@@ -69,7 +69,7 @@ class _Parts:
         return {
             "pattern": replace(match.pattern, memory=memory),
             "projections": self.all_of(match.projections),
-            "act": self.of(expression_of(match.act), match.act.role != Role.BOUND),  # no method is found by its name
+            "act": self.of(expression_of(match.act), match.act.role != Role.BOUND),  # look-ups by name find no method
             "between": self.all_of(match.between),
         }
 
@@ -87,7 +87,7 @@ class _Parts:
 
 
 def _product(match: Match) -> ast.expr:
-    """``act(gate) * up``: one kernel where that pays, else what the source says, in its order."""
+    """Return ``act(gate) * up``: one kernel where that pays, else the original code in its order of evaluation."""
     act, (gate, up), up_first = expression_of(match.act), match.inputs, match.pattern.up_first
     given = [("@gate", gate)] if not up_first else [("@up", up), ("@gate", gate)]
     pays = made_call("pays", act, *(ast.NamedExpr(ast.Name(name, ast.Store()), value) for name, value in given))
@@ -100,7 +100,7 @@ def _product(match: Match) -> ast.expr:
 
 
 def arguments_of(match: Match) -> List[ast.expr]:
-    """The arguments of ``split_mlps.Pending`` for a match."""
+    """Return the arguments of ``split_mlps.Pending`` for a match."""
     pattern = ast.Name(name_of_pattern(match.pattern), ast.Load())
     return [pattern, *match.inputs, ast.Tuple(list(match.projections), ast.Load()), expression_of(match.act)]
 
@@ -121,7 +121,7 @@ def _modulation(modulation: Optional[Modulation]) -> ast.expr:
 
 
 def expression_of(act: Act) -> ast.expr:
-    """The expression for an activation as a callable of one tensor."""
+    """Return the expression for an activation as a callable of one tensor."""
     if act.form == "call" and not act.options and not act.named:
         return act.callee
     return made_call(act.form, act.callee, *act.options, named=act.named)
@@ -135,7 +135,7 @@ def made_call(name: str, *arguments: ast.expr, named: Tuple[ast.keyword, ...] = 
     return ast.Call(ast.Name(f"@{name}", ast.Load()), list(arguments), list(named))
 
 
-# Functions that the calls name. Rewritten methods refer to them by names that no source can spell.
+# Functions that the calls use. Rewritten methods refer to them by names that no source can spell.
 
 
 _CALLS = {

@@ -1,7 +1,7 @@
-"""Methods made anew with fused calls in the place of MLPs, everything else in them as it was written.
+"""Rewrites methods: fused calls replace the MLPs, and all other code stays as written.
 
 A rewritten method computes what its original computes, for any arguments and in any state of the module: a fused call
-reads the parts that the original reads, and decides from what they are then how far to fuse.
+reads the parts that the original reads, and chooses from their current state how much to fuse.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ from .fused_calls import NAMES, call_of, made_call
 from .split_mlps import first_of, names_of, whole_of
 
 _MATCHES = "_fused_mlp_matches"  # the attribute of a rewritten function that holds its matches
-_BRANCHES = "_fused_mlp_branches"  # and the conditions of each, one tuple for each branch that it is in
-_MEMORY = "_fused_mlp_memory"  # and the one that says what training keeps
+_BRANCHES = "_fused_mlp_branches"  # the attribute with a tuple of conditions per match and branch
+_MEMORY = "_fused_mlp_memory"  # the attribute with the values that training keeps
 TRACED = CellType(traced)
-_made: Set[FunctionType] = set()  # functools.wraps copies attributes: they do not tell a rewritten function
+_made: Set[FunctionType] = set()  # attributes cannot mark a rewritten function: functools.wraps copies them
 
 
 def fused_methods(module: nn.Module, memory: str = "activations") -> Tuple[Dict[str, FunctionType], List[Any]]:
-    """The methods of a module with MLPs in them, fused; and the activations in MLPs that are not known."""
+    """Return the methods of a module that contain MLPs, fused, and the unknown activations inside MLPs."""
     methods = _functions(type(module))
     if methods.get("forward") is nn.Sequential.forward:
         if _mlps_in_turn(children_of(module)):
@@ -69,10 +69,10 @@ def fused_methods(module: nn.Module, memory: str = "activations") -> Tuple[Dict[
     parts = {name: role_of(part) for name, part in {**state["_modules"], **state}.items()}
     wanted = {name for name, role in parts.items() if role in _WANTED}
     has_layers = not {Role.PROJECTION, Role.SEQUENCE, *Role.LAYERS}.isdisjoint(parts.values())
-    # Experts hold their weights themselves, stacked. They are fused as a whole (``mixtures``), or left: where they run
-    # one by one, each has so few rows that a call of a kernel between its products takes longer than it saves.
+    # Experts hold their weights themselves, stacked. They are fused as a whole (``mixtures``) or not at all: run one by
+    # one, each has so few rows that launching a kernel between its products takes longer than the kernel saves.
     stacked = any(map(_is_stacked, state["_parameters"].values())) and original_of(methods.get("forward")) is None
-    # A method of the module's own runs in place of its class's. Where it has no MLP, the class's tells the reason.
+    # A method in the module's own dict overrides its class's. If it has no MLP, the class's method supplies the reason.
     own = {name: method_in(module, name) for name in methods}
     own = {name: function for name, function in own.items() if function is not None and function not in written}
     made, unknown = {}, {}
@@ -94,9 +94,9 @@ def fused_methods(module: nn.Module, memory: str = "activations") -> Tuple[Dict[
 
 
 def lean_methods(module: nn.Module, methods: Dict[str, FunctionType]) -> Dict[str, FunctionType]:
-    """Fused methods of a module without the MLPs that have wrapped projections, which run as they were written.
+    """Return the fused methods of a module with the original code for the MLPs that have wrapped projections.
 
-    ``methods`` are those with them, and what the lean ones are reported to be.
+    ``methods`` are the methods with all MLPs fused; the lean ones carry the same matches for reports.
     """
     made = {}
     for name, method in methods.items():
@@ -125,12 +125,12 @@ def is_fused(function: Any) -> bool:
 
 
 def memory_of(function: FunctionType) -> str:
-    """The ``memory`` setting of a fused method: the values that training keeps."""
+    """Return the ``memory`` setting of a fused method: the values that training keeps."""
     return "recompute" if function is sequences.sequential_recomputed else getattr(function, _MEMORY, "activations")
 
 
 def mlps_in(function: FunctionType, module: nn.Module) -> List[FoundMLP]:
-    """The MLPs of a module that a fused method fuses."""
+    """Return the MLPs of a module that a fused method fuses."""
     if function in sequences.SEQUENTIAL.values():
         return _mlps_in_turn(children_of(module))
     original, found = written[function].function, []
@@ -150,12 +150,12 @@ def _mlps_of(match: AnyMatch, function: FunctionType, module: nn.Module) -> List
 
 
 def first_modules_in(function: FunctionType, module: nn.Module) -> List[Any]:
-    """The first modules of the split MLPs in a fused method of a module."""
+    """Return the first modules of the split MLPs in a fused method of a module."""
     return _modules_in("first", function, module)
 
 
 def second_modules_in(function: FunctionType, module: nn.Module) -> List[Any]:
-    """The second modules of the split MLPs in a fused method of a module."""
+    """Return the second modules of the split MLPs in a fused method of a module."""
     return _modules_in("second", function, module)
 
 
@@ -165,7 +165,7 @@ def _modules_in(segment: str, function: FunctionType, module: nn.Module) -> List
 
 
 def mlps_around(function: FunctionType, module: nn.Module) -> List[Tuple[Any, str]]:
-    """The modules that are MLPs, around which a fused method of a module has blocks; with what is around them."""
+    """Return the MLP modules whose blocks a fused method of another module contains, with what each block adds."""
     blocks = [match for match in getattr(function, _MATCHES, ()) if isinstance(match, Block)]
     return [
         (part, around_of(True, block.is_normed))
@@ -176,7 +176,7 @@ def mlps_around(function: FunctionType, module: nn.Module) -> List[Tuple[Any, st
 
 
 def role_of(part: Any) -> Optional[str]:
-    """The role that a part of a module may have in a match."""
+    """Return the role that a part of a module may have in a match."""
     if part is None:
         return None
     if issubclass(type(part), nn.ModuleList):
@@ -197,7 +197,7 @@ def role_of(part: Any) -> Optional[str]:
 
 
 def _role_of_list(modules: nn.ModuleList) -> Optional[str]:
-    """That of all its parts, or of what they are together."""
+    """Return the common role of the modules in a list, or the role of the list as a sequence."""
     parts = children_of(modules)
     roles = set(map(role_of, parts.values()))
     if len(roles) == 1:
@@ -215,7 +215,7 @@ def _is_flag(part: Any) -> bool:
 
 
 def _role_of_module(part: nn.Module) -> str:
-    if finder_of(type(part)) is not None:  # whatever it has is what its class's code says
+    if finder_of(type(part)) is not None:  # its class's code sets the role, whatever parts it has
         return Role.PROJECTION if "in_features" in state_of(part) else Role.LAYER
     if issubclass(type(part), (nn.Dropout, nn.Identity)):
         return Role.PASSING
@@ -237,8 +237,8 @@ def _role_of_module(part: nn.Module) -> str:
 
 
 def _role_of_layer(part: nn.Module) -> str:
-    """The role of a layer, which may be one module of a split MLP: by its forward, if it has a projection."""
-    forward = forward_of(part)  # none of what TorchScript has compiled
+    """Return the role of a layer, which may be one module of a split MLP: by its forward, if it has a projection."""
+    forward = forward_of(part)  # not a function if TorchScript compiled it
     if not isinstance(forward, FunctionType):
         return Role.LAYER
     if blocks.is_whole(part):
@@ -267,7 +267,7 @@ def _is_stacked(parameter: Optional[nn.Parameter]) -> bool:
 
 
 def _functions(kind: type) -> Dict[str, FunctionType]:
-    """The methods that a class of modules adds to nn.Module, as they are now: some patch classes."""
+    """Return the methods that a class of modules currently adds to nn.Module; some code patches classes."""
     inherited = {}
     for base in reversed(kind.__mro__[: kind.__mro__.index(nn.Module)]):
         inherited.update(vars(base))
@@ -276,7 +276,7 @@ def _functions(kind: type) -> Dict[str, FunctionType]:
 
 @remembered
 def callees(function: FunctionType) -> Dict[str, ast.expr]:
-    """The callees and loop iterables in the source of a function that are names or attributes, by their text."""
+    """Return the names and attributes that a function's source calls or iterates over, by their text."""
     tree = effects.readable(function)
     nodes = [] if tree is None else list(ast.walk(tree))
     calls = [node.func for node in nodes if isinstance(node, ast.Call)]
@@ -287,12 +287,12 @@ def callees(function: FunctionType) -> Dict[str, ast.expr]:
 def roles_in(
     function: FunctionType, module: nn.Module, role_of: Callable[[Any], Optional[str]] = role_of
 ) -> Tuple[Tuple[str, str], ...]:
-    """The roles that the callees of a method may have in a match, by their text."""
+    """Return the roles that the callees of a method may have in a match, by their text."""
     return _roles({text: values_of(node, function, module) for text, node in callees(function).items()}, role_of)
 
 
 def answers_in(function: FunctionType, module: nn.Module) -> branches.Answers:
-    """The values of the conditions that a method's module decides."""
+    """Return the values of the conditions in a method that its module decides."""
     return branches.answers_of(_conditions_in(function, roles_in(function, module)), function, module)
 
 
@@ -303,13 +303,13 @@ def _conditions_in(function: FunctionType, roles: Tuple[Tuple[str, str], ...]) -
 
 
 def _roles(callees: Dict[str, Dict[str, Any]], role_of: Callable[[Any], Optional[str]]) -> Tuple[Tuple[str, str], ...]:
-    """The roles of callees in a match, if all values of a callee have the same role."""
+    """Return the roles of callees in a match, for callees whose values all have the same role."""
     roles = {text: {role_of(value) for value in values.values()} for text, values in callees.items()}
     return tuple((text, *alike) for text, alike in roles.items() if len(alike) == 1 and None not in alike)
 
 
 def _asks_first(match: AnyMatch) -> bool:
-    """True if compiled code asks first of a match whether it does enough work, and its parts are modules' own."""
+    """True if compiled code first checks whether a match is worth fusing, and its parts belong to other modules."""
     return isinstance(match, SplitMLP) or (isinstance(match, Block) and isinstance(match.match, Whole))
 
 
@@ -323,10 +323,10 @@ def _has_loop(function: FunctionType) -> bool:
 def _rewritten(
     function: FunctionType, name: str, roles: Tuple[Tuple[str, str], ...], memory: str, answers: branches.Answers = ()
 ) -> Tuple[Optional[FunctionType], Tuple[Act, ...]]:
-    """The function with its MLPs fused, if it has any; and the activations in it that are not known.
+    """Return the function with its MLPs fused, None if it has none, and the unknown activations in it.
 
-    The outcome depends on nothing else but what its callees and its conditions are, so that the layers of a model share
-    it.
+    The outcome depends only on the roles of its callees and the answers to its conditions, so the layers of a model
+    share it.
     """
     if _WANTED.isdisjoint(kind for _, kind in roles):
         return None, ()
@@ -371,7 +371,7 @@ def _rewritten(
         names = {**NAMES, **planned}
         first = first_of(tree, function, found, names, role) if name == "forward" else None
         whole = whole_of(tree, function, found, role)
-        # A block's MLP may be a module of its own, of any kind, and so may those that run in turn.
+        # A block's MLP may be a separate module of any kind, and so may the modules that run in sequence.
         gated: Union[bool, str] = any(pattern.gated for pattern in patterns)
         gated = gated or any(isinstance(match, (Block, Turns)) for match in found)
         if any(isinstance(match, Block) for match in found):
@@ -402,7 +402,7 @@ def method_of(
     conditions: Tuple[Tuple[branches.Condition, ...], ...] = (),
     fused: Optional[ast.FunctionDef] = None,
 ) -> FunctionType:
-    """The fused method that a changed definition makes, known as one; ``fused`` as :func:`function_of` has it."""
+    """Return the fused method of a rewritten definition, registered as fused. See :func:`function_of` for ``fused``."""
     made = function_of(tree, function, names, instead, fused)
     setattr(made, _MATCHES, matches)
     setattr(made, _BRANCHES, conditions)
@@ -415,7 +415,7 @@ def method_of(
 def _unchunked(
     function: FunctionType, name: str, methods: Tuple[Tuple[str, FunctionType], ...], memory: str
 ) -> Optional[FunctionType]:
-    """A method that has fused ones run on chunks, which calls them at once where there is one chunk."""
+    """Rewrite a method that runs fused ones on chunks, so that it calls them directly if there is one chunk."""
     tree, names = chunks.rewritten(function, dict(methods), functools.partial(made_call, "in one"))
     if tree is None:
         return None
@@ -435,7 +435,7 @@ def _worth(matches: List[AnyMatch]) -> Tuple[int, int, int]:
 
 
 def _once(matches: List[AnyMatch]) -> List[AnyMatch]:
-    """Matches without those of other branches that have the same parts."""
+    """Return matches without duplicates: branches may contain matches of the same parts."""
     return list({_key(match): match for match in matches}.values())
 
 
@@ -445,7 +445,7 @@ def _key(match: AnyMatch) -> Tuple[Any, ...]:
 
 
 def _calls_of(match: AnyMatch, calls: List[Tuple[AnyMatch, ast.expr]], tree: ast.FunctionDef) -> List[ast.expr]:
-    """The nodes that replace a match in a tree, one for each branch."""
+    """Return the nodes that replace a match in a tree, one for each branch."""
     nodes = set(ast.walk(tree))
     return [node for other, node in calls if node in nodes and _key(other) == _key(match)]
 
@@ -459,8 +459,8 @@ def role_by_text(roles: Tuple[Tuple[str, str], ...]) -> RoleOf:
 
 
 def segment_role(forward: FunctionType, roles: Tuple[Tuple[str, str], ...], answers: branches.Answers) -> str:
-    """The role of modules with this forward, and these callees and conditions in it. What a first module hands over, or
-    a second takes, is made."""
+    """Return the role of modules with this forward, and with these callees and conditions in it. The segment of a first
+    or second module is registered with ``running.split_mlps``."""
     role, segment = _segment_of(forward, roles, answers)
     if segment is not None:
         (split_mlps.firsts if role == Role.FIRST else split_mlps.seconds)[forward] = segment
@@ -520,12 +520,12 @@ def _mlps_in_turn(modules: Dict[str, nn.Module]) -> List[FoundMLP]:
 
 
 def _is_whole(modules: Dict[str, nn.Module]) -> bool:
-    """True if modules that run one after the other are exactly one MLP."""
-    return bool(_mlps_in_turn(modules)) and sequences.is_whole(tuple(modules.values()))  # the first learns of firsts
+    """True if modules run in sequence are exactly one MLP."""
+    return bool(_mlps_in_turn(modules)) and sequences.is_whole(tuple(modules.values()))  # the first call fills `firsts`
 
 
 def _unknown_in_sequence(module: nn.Sequential) -> List[nn.Module]:
-    """The activations that are not known, behind projections."""
+    """Return the unknown activations that follow projections."""
     pairs = zip(module._modules.values(), list(module._modules.values())[1:])
     unknown = (act for first, act in pairs if (role_of(first), role_of(act)) == (Role.PROJECTION, Role.UNKNOWN))
     return list({type(act): act for act in unknown}.values())

@@ -28,8 +28,8 @@ _NOTHING = ast.parse("def nothing(): pass").body[0]
 def first_of(
     tree: ast.FunctionDef, forward: FunctionType, found: List[AnyMatch], names: Dict[str, Any], role: RoleOf
 ) -> Optional[split_mlps.Segment]:
-    """The segment that a rewritten forward hands over as a first module; None if it does more with its result than
-    return it."""
+    """Return the segment of a rewritten forward as the first module of a split MLP; None if it does more with its
+    result than return it."""
     match, arguments = found[0], [*tree.args.posonlyargs, *tree.args.args]
     is_hidden = isinstance(match, Match) and not (match.pattern.pointwise or match.pattern.whole)
     if not is_hidden or len(found) > 1 or len(arguments) != 2 or not _is_returned(tree):
@@ -55,7 +55,7 @@ def first_of(
 
 
 def _only_handing_on(tree: ast.FunctionDef, forward: FunctionType, role: RoleOf) -> ast.FunctionDef:
-    """A first module's code that returns None in branches in which it hands nothing over."""
+    """Return the code of a first module, changed to return None in branches that hand over no result."""
     tree.body = [statement for statement in body_of(tree) if not _is_skipped(statement, tree.args, forward)]
     for node in list(ast.walk(tree)):
         for branch in (node.body, node.orelse) if isinstance(node, ast.If) else ():
@@ -96,8 +96,8 @@ def _is_returned(tree: ast.FunctionDef) -> bool:
 def whole_of(
     tree: ast.FunctionDef, forward: FunctionType, found: List[AnyMatch], role: RoleOf
 ) -> Optional[split_mlps.Segment]:
-    """The MLP that a forward that was rewritten is, if it does no more than one fused call of linear layers, and may
-    pass its result on."""
+    """Return the segment of a rewritten forward that is a whole MLP: one fused call of linear layers, whose result may
+    pass through further parts."""
     match, arguments = found[0], [*tree.args.posonlyargs, *tree.args.args]
     if isinstance(match, Turns):
         return _whole_in_turn(tree, forward, match, role)
@@ -126,9 +126,9 @@ def whole_of(
 def _whole_in_turn(
     tree: ast.FunctionDef, forward: FunctionType, match: Turns, role: RoleOf
 ) -> Optional[split_mlps.Segment]:
-    """The same of a forward that runs children in turn, which are an MLP together.
+    """Like :func:`whole_of`, for a forward that runs children in sequence which form an MLP together.
 
-    It may have more arguments, which a call as a block's MLP does not give.
+    The forward may have more arguments; a call as the MLP of a block does not pass them.
     """
     arguments, modules = [*tree.args.posonlyargs, *tree.args.args], names_of((match.modules,), forward)
     taken = copy.copy(tree)
@@ -152,26 +152,26 @@ def _is_skipped(statement: ast.stmt, arguments: ast.arguments, forward: Function
     code = compile(ast.fix_missing_locations(ast.Expression(copy.deepcopy(statement.test))), "<condition>", "eval")
     try:
         return not eval(code, {"__builtins__": {}, "len": len, **more})
-    except Exception:  # then so does the method
+    except Exception:  # the method raises too
         return False
 
 
 def names_of(nodes: Sequence[ast.expr], function: FunctionType) -> Optional[Tuple[str, ...]]:
-    """The names of what nodes stand for, where all are attributes of the first argument."""
+    """Return the names of nodes that are all attributes of the first argument; None otherwise."""
     first = function.__code__.co_varnames[0]
     plain = all(isinstance(node, ast.Attribute) and ast.unparse(node.value) == first for node in nodes)
     return tuple(node.attr for node in nodes) if plain else None
 
 
 def _factor(node: ast.expr, function: FunctionType) -> Optional[Tuple[Any, Tuple[Tuple[Any, ...], ...]]]:
-    """The activation in a product that a function computes, and what that rests on beside the name of the function."""
+    """Return the activation in the product that a function computes, and the proof's dependencies beside its name."""
     found = activations.read_product(value_of(node, function, None))
     guards = None if found is None else guards_of(found.dependencies)
     return None if guards is None else (found.row.function, guards.unchanged)
 
 
 def _function(node: ast.expr, function: FunctionType) -> Optional[Tuple[Any, Tuple[Tuple[Any, str, Any], ...]]]:
-    """The function that ``F.silu`` stands for, and what has to stay as it is for that; None if it is no such name."""
+    """Return the function that a name like ``F.silu`` refers to, and the values that must stay the same; else None."""
     home = sys.modules.get(function.__module__)
     if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)) or home is None:
         return None

@@ -1,7 +1,7 @@
-"""Puts fused calls in the place of what they compute, in the source of a function.
+"""Substitution of fused calls for the code they compute, in the source of a function.
 
-A match is given up wherever taking the statements of its parts together could change what the function computes, or the
-order in which it calls modules, whatever its arguments are.
+A match is rejected if merging the statements of its parts could change, for any arguments, what the function computes
+or the order in which it calls modules.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ def rewrite(
     replacement: Callable[[AnyMatch], ast.expr],
     otherwise: bool = False,
 ) -> List[AnyMatch]:
-    """Put ``replacement(match)`` in the place of every wanted match of ``function``, and return these matches.
+    """Replace every wanted match of ``function`` by ``replacement(match)``, and return these matches.
 
-    ``otherwise``: where that gives None, the statements that stood there run, with what is smaller in them replaced:
-    the MLP of a block, the first layer of an MLP, and the product of an activation.
+    With ``otherwise``, the original statements run if the replacement gives None. Smaller matches inside them are then
+    replaced: the MLP of a block, the first layer of an MLP, and the product of an activation.
     """
     local = _bound_in_body(function)
     rewriter = _Rewriter(function, role, replacement, otherwise)
     for block in list(blocks(function)):
         rewriter.rewrite(block, wanted)
-    arguments = {part.arg for part in ast.walk(function.args) if isinstance(part, ast.arg)}  # are local in any case
+    arguments = {part.arg for part in ast.walk(function.args) if isinstance(part, ast.arg)}  # always local
     _keep_local(function, local - _bound_in_body(function) - arguments)
     return rewriter.matches
 
@@ -47,8 +47,8 @@ class _Rewriter:
     ) -> None:
         self._function, self._role, self._replacement, self._otherwise = function, role, replacement, otherwise
         self.matches: List[AnyMatch] = []
-        self._left: Set[ast.AST] = set()  # expressions that run where their replacement gives None
-        self._names = (f"@value {number}" for number in itertools.count())  # no source spells them
+        self._left: Set[ast.AST] = set()  # expressions that run if their replacement gives None
+        self._names = (f"@value {number}" for number in itertools.count())  # names that no source can spell
 
     def rewrite(self, block: List[ast.stmt], wanted: Callable[[AnyMatch], bool]) -> None:
         casts.as_values(block, asking(self._role))
@@ -70,7 +70,7 @@ class _Rewriter:
                 self._within(body, lambda other, match=match: _is_smaller(other, match) and wanted(other))
 
     def _within(self, body: List[ast.stmt], wanted: Callable[[AnyMatch], bool]) -> None:
-        """Rewrite the statements of a match that is not fused; what is in them is no match of its own."""
+        """Rewrite the fallback statements of a match; they are not matches of their own."""
         matches = len(self.matches)
         self.rewrite(body, wanted)
         del self.matches[matches:]
@@ -78,9 +78,9 @@ class _Rewriter:
     def _made(
         self, block: List[ast.stmt], index: int, match: AnyMatch, node: ast.expr, absorbed: Set[int]
     ) -> Tuple[List[ast.stmt], List[ast.stmt]]:
-        """The statements that take the place of one, and of these those that run where its match is not fused."""
+        """Return the statements that replace one, and those among them that run if its match is not fused."""
         call, statement = self._replacement(match), block[index]
-        if isinstance(call, ast.IfExp):  # which product it is, is told by the size of one factor
+        if isinstance(call, ast.IfExp):  # the size of one factor decides which product runs
             self._left.add(call.orelse)
         if not self._otherwise or isinstance(call, ast.IfExp):
             return [replace(statement, node, call)], []
@@ -88,7 +88,7 @@ class _Rewriter:
         originals = [block[k] for k in sorted(absorbed)]
         hoisted = bool(absorbed) or is_reached(node, statement, harmless_calls(self._role))
         for part in (part for part in match.parts if not is_plain(part) and _holds([*originals, node], part)):
-            name = next(self._names)  # evaluated once, whichever way is taken
+            name = next(self._names)  # evaluated once, whichever path runs
             value = _assigned(name, part) if hoisted else ast.NamedExpr(ast.Name(name, ast.Store()), part)
             made += [value] if hoisted else []
             call = replace(call, part, ast.Name(name, ast.Load()) if hoisted else value)
@@ -109,7 +109,7 @@ class _Rewriter:
 
 
 def _is_smaller(match: AnyMatch, than: AnyMatch) -> bool:
-    """True for an MLP in the code of its block, and for a part of an MLP."""
+    """True for an MLP inside a block, and for a part of an MLP."""
     if isinstance(than, Block):
         return not isinstance(match, Block)
     return isinstance(match, Match) and not match.pattern.whole and (match.pattern.pointwise or _is_whole(than))
@@ -132,7 +132,7 @@ def _bound_in_body(function: ast.FunctionDef) -> Set[str]:
 
 
 def _keep_local(function: ast.FunctionDef, names: Set[str]) -> None:
-    """Binds names where it is never done: what reads them raises UnboundLocalError as before, and finds no global."""
+    """Bind names in dead code, so that reading them still raises UnboundLocalError instead of finding a global."""
     read = [ast.Name(name, ast.Store()) for name in sorted(names) if uses(function, name)]
     if read:
         never = ast.If(ast.Constant(False), [ast.Assign(read, ast.Constant(None))], [])
@@ -144,7 +144,7 @@ def _keep_local(function: ast.FunctionDef, names: Set[str]) -> None:
 def _matches_in(
     place: Place, role: RoleOf, wanted: Callable[[AnyMatch], bool]
 ) -> Iterator[Tuple[AnyMatch, ast.expr, Set[int]]]:
-    """The matches in a statement, the outermost first, and the statements that each takes in."""
+    """Yield the matches in a statement, outermost first, with the indices of the statements that each absorbs."""
     if not isinstance(place.block[place.index], SIMPLE):
         return
     for node in expressions(place.block[place.index]):
@@ -155,7 +155,7 @@ def _matches_in(
 
 
 def _absorbed(match: AnyMatch, node: ast.expr, place: Place, role: RoleOf) -> Optional[Set[int]]:
-    """The statements that a match makes superfluous; None if it must not be where it is, or they are needed."""
+    """Return the statements that a match makes redundant; None if it cannot run here or they are still used."""
     if any(isinstance(each, _BINDING) for part in match.parts for each in ast.walk(part)):
         return None
     absorbed, served, followed = set(), set(), {name.id for name in match.read}
@@ -183,12 +183,12 @@ def _absorbed(match: AnyMatch, node: ast.expr, place: Place, role: RoleOf) -> Op
 
 
 def replace(holder: ast.AST, old: ast.expr, new: ast.expr) -> ast.AST:
-    """The holder with another expression in the place of one in it."""
+    """Return ``holder`` with the expression ``old`` in it replaced by ``new``."""
     return _Replacement(old, new).visit(holder)
 
 
 def without_passing(holder: ast.AST, role: RoleOf) -> Tuple[ast.AST, List[ast.expr]]:
-    """The holder with the arguments of passing modules in the place of their calls; and these modules."""
+    """Return ``holder`` with calls of passing modules replaced by their arguments, and these modules."""
     taken = _Taken(role)
     return taken.visit(holder), taken.modules
 
@@ -213,11 +213,11 @@ class _Taken(ast.NodeTransformer):
         return node.args[0]
 
 
-# Loops that run modules one after the other, and do nothing else: ``for module in self.net: x = module(x)``.
+# Loops that only run modules in sequence: ``for module in self.net: x = module(x)``.
 
 
 def rewrite_loops(function: ast.FunctionDef, role: RoleOf, replacement: Callable[[Turns], ast.expr]) -> List[Turns]:
-    """Put an assignment of ``replacement(match)`` in the place of every such loop over a sequence with MLPs in it."""
+    """Replace every such loop over a sequence with MLPs by an assignment of ``replacement(match)``."""
     found: List[Turns] = []
     for block in list(blocks(function)):
         for index, statement in enumerate(block):

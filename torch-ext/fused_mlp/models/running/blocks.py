@@ -1,4 +1,4 @@
-"""The block of a layer, a norm, an MLP and a sum with the residual, whose MLP is a module of its own."""
+"""The block of a layer (norm, MLP and sum with the residual) whose MLP is a separate module."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def block(
     modulation: shortcut.Modulation = None,
     operands: Tuple[Any, ...] = (),
 ) -> Optional[Tensor]:
-    """``shortcut.block`` of a part that is an MLP."""
+    """Run ``shortcut.block`` for a part that is an MLP."""
     if _plain is None:
         return None
     is_off = not shortcut.is_grad_enabled() and (owner is None or owner.training)
@@ -48,5 +48,5 @@ def block(
 
 
 def _whole_sequence(module: nn.Sequential) -> Optional[sequences.Whole]:
-    """The MLP that a sequence is, if its call runs its forward and nothing else; None otherwise."""
+    """Return the MLP that a sequence is, if its call runs only its forward; None otherwise."""
     return None if type(split_mlps.running(module, _sequences)) is str else sequences.whole(module)

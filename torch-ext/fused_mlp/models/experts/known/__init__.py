@@ -1,1 +1,1 @@
-"""Classes of mixtures that are known by the hash of their source, since no other class computes the same."""
+"""Classes of mixtures that are identified by a hash of their source, because no other class computes the same."""

@@ -1,8 +1,8 @@
-"""Llama 4's mixture, whose class hands every token to every expert, times zero where it was not chosen.
+"""Llama 4's mixture, whose class passes every token to every expert, multiplied by zero where it was not chosen.
 
-An expert without biases makes zero of zero, and no gradient either, so the chosen experts are all there is to compute:
-each has its own copy of the token, times its score, and what they give is added to what the shared expert does. The
-classes are known by their source, as those of ``parts/adapters.py``; what is not known runs as it was written.
+Without biases, an expert maps zero to zero and gives it no gradient, so only the chosen experts are computed: each gets
+its own copy of the token, multiplied by its score, and its output is added to the shared expert's. The classes are
+identified by their source, like those of ``parts/adapters.py``; unknown ones run as written.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ _DIGESTS = {"0065276034df72c8": "5.22"}
 
 class _Known(NamedTuple):
     form: Form
-    attributes: Tuple[Tuple[Any, str, Any], ...]  # what was looked up in the classes
+    attributes: Tuple[Tuple[Any, str, Any], ...]  # values that were looked up in the classes
 
 
 def is_mixture(module: nn.Module) -> bool:
-    """True if a module is such a block, whatever its state is, with an activation that is known."""
+    """True if a module is such a block, in any state, with a known activation."""
     return _proof_of(module) is not None
 
 
 def within(module: nn.Module) -> Tuple[nn.Module, ...]:
-    """The experts of a block, which has their outcome; where it runs as written, they run by a method of their own."""
+    """Return the experts of a block, which reports their outcome; if it runs as written, they run their own method."""
     return (module._modules[_EXPERTS],) if is_mixture(module) else ()
 
 
 def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
-    """The method to put into a block; none for anything else."""
+    """Return the method to install in a block; empty for anything else."""
     return {"forward": _fused_method(class_of(module).forward)} if is_mixture(module) else {}
 
 
@@ -61,13 +61,13 @@ _proofs = Proofs()
 
 
 def refusal(module: nn.Module) -> Optional[str]:
-    """The reason why a block runs its original forward in its present state; None if it is fused."""
+    """Return the reason why a block runs its original forward in its present state; None if it is fused."""
     found = _read(module)
     return found if isinstance(found, str) else None
 
 
 def digest(module: nn.Module) -> Optional[str]:
-    """A hash of the source of what a call of a block runs, but for its shared expert and activation."""
+    """Return a hash of the source that a call of a block runs, except for its shared expert and activation."""
     parts = (module, *(module._modules.get(name) for name in (_ROUTER, _EXPERTS)))
     if any(part is None for part in parts):
         return None
@@ -80,7 +80,7 @@ def _fused_method(method: FunctionType) -> FunctionType:
 
 
 def _output(module: nn.Module, x: Any) -> Optional[Tuple[Tensor, Tensor]]:
-    # First what costs least to ask: small calls run as they were written.
+    # The cheapest check comes first: small calls run as written.
     known = _read(module) if _pays(module, x) else None
     if not isinstance(known, _Known) or not _takes(module, x):
         return None
@@ -96,7 +96,7 @@ def _output(module: nn.Module, x: Any) -> Optional[Tuple[Tensor, Tensor]]:
 
 
 def _routed(module: nn.Module, form: Form, index: Tensor, rows: Tensor, scores: Tensor) -> Tensor:
-    """The sum that the chosen experts add to every token: each has a row of its own, times its score."""
+    """Return the sum that the chosen experts add to every token: each gets its own row, multiplied by its score."""
     tokens, top_k = index.shape
     of_slots = (rows.unsqueeze(1) * scores.gather(1, index).unsqueeze(-1)).reshape(tokens * top_k, -1)
     weights = (getattr(module._modules[_EXPERTS], name) for name in _WEIGHTS)
@@ -114,13 +114,14 @@ def _takes(module: nn.Module, x: Tensor) -> bool:
 
 
 def _pays(module: nn.Module, x: Any) -> bool:
-    """True if the chosen experts take less time than all of them, as they were measured on an H200, and on a CPU.
+    """True if the chosen experts take less time than all of them, as measured on an H200 and on a CPU.
 
-    Whether the block is as it was read is asked afterwards.
+    The caller checks afterwards whether the block is unchanged.
 
-    With few tokens reading the weights takes the time. Products that train read those of the chosen experts at less of
-    the bandwidth than one product of all does, until its arithmetic takes longer. On other GPUs each expert is a
-    product of its own, which has to gain more; on a CPU what autograd records costs time of its own.
+    With few tokens, reading the weights is the bottleneck. Products in training read the chosen experts' weights at a
+    smaller part of the bandwidth than one product of all experts does, until that product's arithmetic is the
+    bottleneck. On other GPUs each expert is a separate product, which has to gain more; on a CPU, autograd's recording
+    has a cost.
     """
     up, top_k = module._modules[_EXPERTS]._parameters.get(_WEIGHTS[0]), module._modules[_ROUTER].__dict__.get("top_k")
     if type(x) not in PLAIN_TENSORS or x.numel() == 0 or type(top_k) is not int or up is None or up.dim() != 3:
@@ -131,7 +132,7 @@ def _pays(module: nn.Module, x: Any) -> bool:
     recorded = module.training or (
         shortcut.is_grad_enabled() and (x.is_cpu or calls.autograd_follows(x, *module.parameters()))
     )
-    read = 1.0 - (1.0 - 1.0 / experts) ** (tokens * top_k)  # the part of the experts that is chosen
+    read = 1.0 - (1.0 - 1.0 / experts) ** (tokens * top_k)  # the expected fraction of experts that are chosen
     if not x.is_cpu:
         return not recorded or tokens >= _MANY or read <= _MOST_READ
     left_out = (experts - top_k) * tokens * 3 * (up.shape[1] * up.shape[2] // 2)
@@ -142,12 +143,12 @@ def _pays(module: nn.Module, x: Any) -> bool:
 
 _MANY, _MANY_ELSEWHERE, _MANY_ON_CPU = 192, 1024, 64  # tokens
 _MOST_READ = 0.4
-# Multiplications that are left out, from so many on, by whether they are of float32, and whether autograd records.
+# Least number of multiplications saved, by (is float32, is recorded by autograd).
 _LEAST_LEFT_OUT = {(True, False): 1 << 21, (True, True): 1 << 26, (False, False): 1 << 21, (False, True): 1 << 29}
 
 
 def _read(module: nn.Module) -> Union[str, _Known]:
-    """The computation of a block; or, as a noun phrase, why it runs as it was written."""
+    """Return the computation of a block; or a noun phrase for why it runs as written."""
     known = _proof_of(module)
     if known is None or not are_unchanged(known.attributes):
         return "a patched class"
@@ -169,7 +170,7 @@ def _read(module: nn.Module) -> Union[str, _Known]:
 
 
 def _proof_of(module: nn.Module) -> Optional[_Known]:
-    if finder_of(type(module)) is not None:  # reading would run code of the class
+    if finder_of(type(module)) is not None:  # reading it would run code of the class
         return None
     kind = class_of(module)
     if name_of_class(kind) != _NAME:
