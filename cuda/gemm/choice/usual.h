@@ -1,4 +1,4 @@
-// What the host knows about the distribution of slots over experts before any index is read.
+// Assumptions of the host about the distribution of slots over experts, before any index is read.
 #pragma once
 
 #include <algorithm>
