@@ -49,5 +49,5 @@ def test_layouts():
 
 
 def test_the_exchange_is_there():
-    """Under every torch that the package is for: without it all ops are called."""
+    """The exchange exists in every torch that the package supports: without it all ops are called."""
     assert hasattr(torch.Tensor, "__dlpack_c_exchange_api__")

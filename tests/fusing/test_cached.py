@@ -180,8 +180,10 @@ def test_what_trains_on_a_cpu_is_asked_nothing(fused_mlp, device, monkeypatch):
 
 @pytest.mark.parametrize("kernelized", [False, True])
 def test_it_is_decided_once(fused_mlp, device, monkeypatch, kernelized):
-    """A second call reuses the cached choice, and the cache does not keep the module alive. | kernelize binds the
-    forward of its class to an activation that it has no kernel for."""
+    """A second call reuses the cached choice, and the cache does not keep the module alive.
+
+    kernelize binds the forward of its class to an activation that it has no kernel for.
+    """
     if device.type == "cuda" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU: others have no kernels of experts")
     model = built(device)

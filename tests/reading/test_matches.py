@@ -150,7 +150,7 @@ REBOUND = [
     *("def h(): pass", "async def h(): pass", "class h: pass", "for y, (h, z) in x: pass", "with x as (y, h): pass"),
     *("try:\n    pass\nexcept ValueError as h:\n    pass", "match x:\n    case [_, *h]: pass"),
     *("match x:\n    case {'y': 1, **h}: pass", "match x:\n    case 1: h = 1"),
-    "y = lambda: (h := x)",  # not this one, but that need not be known
+    "y = lambda: (h := x)",  # does not rebind it, but that need not be known
 ]
 
 

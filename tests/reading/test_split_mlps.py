@@ -79,7 +79,7 @@ def test_dropout_that_is_active_is_applied(fused_mlp, device, whole):
     assert len(whole) == 1
 
 
-@pytest.mark.parametrize("model_type", ["deberta", "data2vec-vision"])  # with a sum and a norm behind, and without
+@pytest.mark.parametrize("model_type", ["deberta", "data2vec-vision"])  # with and without a sum and a norm
 def test_little_work_that_autograd_follows_is_left_at_once(fused_mlp, device, monkeypatch, model_type):
     """Under autograd, too little work is left in compiled code: both modules are called as written."""
     model = built(model_type).to(device)
