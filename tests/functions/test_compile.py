@@ -58,7 +58,7 @@ def test_fullgraph(fused_mlp, device, implementation, function, training):
     ],
 )
 def test_inductor(fused_mlp, device, implementation, function, dtype, training):
-    """The default compiler fuses operations around the call, for every pair of parameters."""
+    """The default compiler fuses operations around the call. The cases pair any two values of two parameters."""
 
     def model(call):
         def run(operands):

@@ -18,7 +18,7 @@ import machine
 
 ROWS, FEATURES, HIDDEN = 20_000, 64, 8_000  # the hidden values take 320 MB
 ROOM = 200 << 20
-NEEDS_LESS = {"gated_mlp"} if machine.device_type() == "cpu" else ()  # hidden values of some rows at a time
+NEEDS_LESS = {"gated_mlp"} if machine.device_type() == "cpu" else ()  # holds some rows' hidden values
 
 
 def allow_no_more() -> None:

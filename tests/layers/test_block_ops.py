@@ -186,7 +186,7 @@ def test_operands_that_were_just_written(ops, device, form, rows, captured):
     if captured:
         calls = [replayed(call) for call in calls]
     results = [run().clone() for _ in range(10) for run in calls]
-    for index, result in enumerate(results):  # in a graph, torch's GEMM may be chosen where ours was: other roundings
+    for index, result in enumerate(results):  # a graph may choose torch's GEMM, which rounds differently
         torch.testing.assert_close(result, expected[index % 2], rtol=2e-2, atol=6e-2)
 
 
