@@ -60,8 +60,7 @@ def test_one_op_for_a_whole_call(fused_mlp, device, function):
 @pytest.mark.parametrize("change", ["none", "column-major weight", "strided bias"])
 @pytest.mark.parametrize("function", ["linear", "gated_linear", "mlp", "gated_mlp"])
 def test_parts_are_what_runs_on_a_cpu(fused_mlp, function, change, dtype):
-    """The explained parts match a profile of the call, where only torch's GEMM shows. The last layer alone may
-    decide."""
+    """The explained parts match a profile, where only torch's GEMM shows. The last layer may decide for both."""
     made = operands(function, (40,), (72, 200, 64), dtype=dtype)
     if change != "none":
         name = [name for name in made if name.endswith(change.split()[1])][-1]
@@ -122,8 +121,7 @@ def test_every_record_has_words(fused_mlp):
 
 @pytest.mark.skipif(machine.device_type() != "cpu", reason="a GPU trains a layer alone by its parts")
 def test_one_layer_in_training_on_a_cpu(fused_mlp):
-    """A layer in training is an op unless eager keeps only the activation's result or has no activation; explain says
-    so."""
+    """A layer in training is an op unless eager keeps only the activation's result or has none, and explain says so."""
     made = operands("linear", (5,), (8, 48, 8))
     made["x"].requires_grad_()
     for activation in ("gelu", "silu", "relu", None):

@@ -1,5 +1,4 @@
-"""The words of torch-ext/operands/dlpack.h about DLPack's structures is what torch's copy of the standard's header
-says."""
+"""DLPack's structures in torch-ext/operands/dlpack.h are declared as in torch's copy of the standard's header."""
 
 import shutil
 import subprocess

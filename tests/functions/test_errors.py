@@ -1,4 +1,4 @@
-"""Invalid input raises the right exception type, and the message names the argument, the given value and the need."""
+"""Invalid input raises the right exception type, and the message names the argument, its value and the requirement."""
 
 import functools
 

@@ -63,7 +63,7 @@ def test_calls_take_few_frames(fused_mlp, device, monkeypatch, kind, altered):
     with torch.no_grad():
         for _ in range(6):  # fusing is retried after one, two and four misses
             assert_close(module(x), plain(x))
-        # Python retries what is not fused at its first, second, fourth, ... miss. The whole and the first layer are
+        # Python retries fusing at its first, second, fourth, ... miss. The whole and the first layer are
         # counted separately, and never retry in three consecutive calls.
         fewest = min(frames(fused_mlp, lambda: module(x)) for _ in range(3))
     assert fewest <= MOST.get((altered, kind), MOST[altered])

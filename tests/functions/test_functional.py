@@ -316,8 +316,7 @@ def test_extreme_gradients(fused_mlp, device, implementation, activation, dtype,
 @pytest.mark.skipif(machine.device_type() != "cpu", reason="GPUs take no longer for subnormal numbers")
 @pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh"])
 def test_no_traces_of_which_products_are_subnormal(fused_mlp, activation):
-    """The ops give zero in place of subnormal products, as eager does: on a CPU these take up to a hundred times as
-    long."""
+    """The ops give zero for subnormal products, as eager does: these take a CPU up to a hundred times as long."""
     gate = torch.linspace(-16, 16, 4096).reshape(2, 2048).requires_grad_()
     up = torch.ones(2, 2048)
     with fused_mlp.backend("cpu"):

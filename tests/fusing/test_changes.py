@@ -1,5 +1,4 @@
-"""Every kind of change that a fused module undergoes between two calls takes effect at the next call, as in an unfused
-one."""
+"""Every kind of change to a fused module between two calls takes effect at the next call, as in an unfused one."""
 
 import copy
 from collections import OrderedDict
@@ -63,8 +62,7 @@ def with_bias_of(*shape):
 
     def change(part):
         sizes = [part.weight.shape[0] if size is None else size for size in shape]
-        # A norm after the layer cancels a bias that is equal for all features, which would leave only rounding errors
-        # as its gradient.
+        # A norm after the layer cancels a bias equal for all features: its gradient is only rounding errors.
         part.bias = nn.Parameter(torch.randn(sizes), requires_grad=None in shape)
 
     return change

@@ -151,8 +151,7 @@ def replaced(arguments):
 @pytest.mark.parametrize("name", ENTRIES)
 @pytest.mark.parametrize("with_grad", [False, True], ids=["no_grad", "grad"])
 def test_hostile_arguments(fused_mlp, device, shortcut, monkeypatch, name, with_grad):
-    """Hostile arguments never cause a SystemError, Python's sign of a dropped error or of a result with an error
-    set."""
+    """Hostile arguments never cause a SystemError, Python's sign of a dropped error or a result with an error."""
     taken, entry = [], getattr(shortcut.plain, name)
     monkeypatch.setattr(shortcut.plain, name, lambda *given: (taken.append(given), entry(*given))[1])
     for _, fused in fused_pairs(fused_mlp, device):

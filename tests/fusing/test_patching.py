@@ -92,8 +92,7 @@ def test_a_projection_that_stays_in_float32(fused_mlp, device):
 
 
 class Written(TorchDispatchMode):
-    """Counts the elements of new matrices that have the width of ``x`` in their shape: those of the size of its
-    projection."""
+    """Counts the elements of new matrices with the width of ``x`` in their shape, as in its projection's weight."""
 
     def __init__(self, x):
         super().__init__()
@@ -111,8 +110,7 @@ class Written(TorchDispatchMode):
 @pytest.mark.parametrize("trained", ["gate_up_proj.weight", "gate_up_proj.bias", "input", "all"])
 @pytest.mark.parametrize("rows", [5, 600], ids=["small", "large"])
 def test_packed_projections_in_training(fused_mlp, device, rows, trained):
-    """Values and gradients match eager's, and the packed weight's gradient is not assembled from those of its
-    halves."""
+    """Values and gradients match eager's; the packed weight's gradient is not assembled from those of its halves."""
     module = PackedGated(bias=True, sizes=(32, 256, 24)).to(device)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(trained in (name, "all"))
@@ -186,8 +184,7 @@ def test_what_is_no_module(fused_mlp, what):
 
 @pytest.mark.parametrize("of", ["a function", "another module"])
 def test_a_forward_of_its_own(fused_mlp, device, of):
-    """A module whose forward is overridden is left, also if it is the forward of another instance with other
-    weights."""
+    """A module with an overridden forward is left, also if it is that of another instance with other weights."""
     module, original = Gated().to(device), Gated().to(device).forward
     module.forward = original if of == "another module" else lambda x: 2 * original(x)
     x = torch.randn(2, 32, device=device)

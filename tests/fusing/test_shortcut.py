@@ -96,8 +96,7 @@ def test_it_is_taken_in_inference(fused_mlp, device, long_way, kind, mode, kerne
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_it_is_taken_under_autocast(fused_mlp, device, long_way, kind, dtype):
-    """Under autocast, the op gets operands that autocast keeps as they are, and others cast as its products cast
-    them."""
+    """The op gets operands that autocast keeps as they are, and others cast as autocast's products cast them."""
     module, fused = fused_pair(fused_mlp, kind(), device)
     module, fused = module.to(dtype), fused.to(dtype)
     long_way.clear()
@@ -228,8 +227,7 @@ def called_within(names, call):
 
 
 def test_a_small_block_is_left_at_a_look(fused_mlp, device, pays_from):
-    """Under autograd, the size and the dtype of x suffice to leave a small block: no function is called to decide
-    it."""
+    """Under autograd, a small block is left by the size and dtype of x alone: no function is called to decide."""
     layer = llama(device)[0].model.layers[0].eval()
     assert fused_mlp.fuse_mlps(layer).fused
     x = torch.randn(1, 3, layer.hidden_size, device=device, requires_grad=True)
@@ -327,8 +325,7 @@ def test_layers_of_other_classes_that_change(fused_mlp, device, kind, first, par
 
 
 def test_layers_that_add_a_bias_by_themselves(fused_mlp, device):
-    """A layer that adds its bias itself is called, even if it got the bias later: under autocast the bias alone decides
-    the dtype."""
+    """A layer that adds its bias itself, even one set later, is called: under autocast the bias decides the dtype."""
     module, fused = fused_pair(fused_mlp, OwnLinears(), device)
     x = x_of(device)
     for each in (module, fused):

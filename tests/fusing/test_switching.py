@@ -140,8 +140,7 @@ def test_a_class_that_is_patched_later(fused_mlp, device, monkeypatch):
 
 
 def test_code_that_is_replaced_in_place(fused_mlp, device):
-    """Code replaced in place, as by IPython's autoreload, takes effect at the next call, and is read when fused
-    again."""
+    """Code replaced in place, as by IPython's autoreload, takes effect at once, and is read when fused again."""
 
     class Reloaded(Gated):
         def forward(self, x, scale=1.0, *, shift=0.0):
@@ -256,8 +255,7 @@ class Other(Gated):
 
 @pytest.mark.parametrize("own", [False, True], ids=["inherited forward", "own forward"])
 def test_a_class_that_is_switched(fused_mlp, device, own):
-    """A module switched to a subclass, as by FSDP and parametrizations, runs the fused forward or the subclass's
-    own."""
+    """A module switched to a subclass, as by FSDP or parametrizations, runs the fused or the subclass's forward."""
     module = Gated().to(device)
     report = fused_mlp.fuse_mlps(module)
     kind = module.__class__ = Other if own else type("Sub", (Gated,), {})
@@ -469,8 +467,7 @@ def test_scripted_after_it_is_fused(fused_mlp, device, kind):
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("called", [False, True])
 def test_a_model_is_gone_when_it_is_deleted(fused_mlp, device, kind, called):
-    """A report does not keep a deleted model alive; a fused model is a cycle of bound methods, a restored one has no
-    cycle."""
+    """A report does not keep a deleted model alive. Only fused models are in cycles, those of bound methods."""
     gc.freeze()  # limits collections to objects of this test
     for restored in (False, True):
         model = nn.ModuleList([kind(), kind()]).to(device)

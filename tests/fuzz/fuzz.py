@@ -149,8 +149,7 @@ def load(source: Source, folder: Path) -> dict:
 
 
 def loss_of(output: torch.Tensor) -> torch.Tensor:
-    """Weights the squares differently: the plain sum after a norm is constant, with only rounding errors as
-    gradients."""
+    """Weights the squares: after a norm their plain sum is constant, and its gradients only rounding errors."""
     weights = torch.linspace(0.5, 1.5, output.numel(), dtype=torch.float32).view(output.shape)
     return (output.square() * weights).sum()
 
@@ -323,9 +322,8 @@ def check(fused_mlp, source: Source, folder: Path) -> list[str]:
     text = f"{report}\n{fused_mlp.explain(fused.root)}"
     # Code in another branch may run later.
     waiting = any(reason.code == "other branch" for entry in report.left for reason in entry.reasons)
-    # A module that runs as written for now, due to hooks, adapters, dtype or device, still holds a method that checks
-    # for
-    # fusing, and autocast may cast operands without a kernel to a dtype with one.
+    # A module that runs as written for now, due to hooks, adapters, dtype or device, still holds a method that may
+    # fuse later, and autocast may cast operands without a kernel to a dtype with one.
     asks = any(reason.code in ("called", "no kernel", "own way") for entry in report.left for reason in entry.reasons)
     is_left = all(entry.extent == "none" for entry in report.modules) and not (report.norms or report.attentions)
     bitwise = is_left and not waiting and not asks

@@ -36,8 +36,7 @@ def is_here():
     return _here
 """
 
-# Activations: modules for the attribute `act`, and expressions of {h}. Those in neither row of the table
-# must be left.
+# Activations: modules for the attribute `act`, and expressions of {h}. Those in neither row of the table must be left.
 ACT_MODULES = [
     "nn.GELU()",
     'nn.GELU("tanh")',
@@ -269,8 +268,7 @@ END_CHANGES = [
     "self.end.forward = self.end.forward",
 ]
 
-# Changes to a module before fusing, or between fusing and a call. `m` is the module, `p` and `q` are names
-# of its projections.
+# Changes to a module before fusing, or between fusing and a call. `m` is the module, `p` and `q` name projections.
 PART_CHANGES = [
     "m.{p}.weight.data = torch._neg_view(m.{p}.weight.data)",
     *(f"m.{{p}} = WRAPPERS[{name!r}](m.{{p}})" for name in ("LoRA", "int8", "subclass", "parametrized", "weight norm")),
@@ -439,8 +437,7 @@ class Step:
 
 @dataclass
 class Source:
-    """A case: the file, in which ``make()`` makes the module and ``before(m)`` and ``later(m)`` change it, and its
-    settings."""
+    """A case: its settings and file (``make()`` makes the module, ``before(m)`` and ``later(m)`` change it)."""
 
     seed: int
     text: str
@@ -542,8 +539,7 @@ class Writer:
         return kind, sizes, steps
 
     def block(self, last: Step) -> list[Step]:
-        """Returns the last step of an MLP and the block around it: a residual, and perhaps norms, a scale and a
-        factor."""
+        """Returns an MLP's last step and its block: a residual, and perhaps norms, a scale and a factor."""
         steps = [Step(("o",), last.template, last.read)]
         value = "o"
         if self.likely(0.4):
@@ -748,8 +744,7 @@ class Writer:
         return f"with contextlib.suppress(Exception): {change.replace('{p}', p).replace('{q}', q)}"
 
     def changes(self, projections: list[str], chance: float, adapted: Sequence[str] = (), first: Sequence[str] = ()):
-        """Returns changes to parts of a module; those named in ``adapted`` have adapters, possibly from the lines
-        ``first``."""
+        """Returns changes to parts of a module; ``adapted`` ones have adapters, possibly from the lines ``first``."""
         p, q = self.draw.choice(projections), self.draw.choice(projections)
         lines = list(first)
         while adapted and self.likely(0.35):

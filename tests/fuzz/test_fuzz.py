@@ -35,8 +35,7 @@ def test_a_seed_is_a_case(seed):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_gradients_of_any_call(fused_mlp, device, implementation, function):
-    """Gradients are right for random combinations of shapes, dtype, activation, layouts, biases and required
-    gradients."""
+    """Gradients are right for random shapes, dtypes, activations, layouts, biases and required gradients."""
     draw = random.Random(torch.initial_seed())
     for _ in range(12):
         lead = tuple(draw.randint(1, 5) for _ in range(draw.randint(1, 3)))
@@ -82,6 +81,5 @@ def gradients(function, operands, wanted, layout):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_models_that_change(fused_mlp, device, seed):
-    """Changed models compute the same as unfused ones. The cases are fixed; fuzz_changes.py runs thousands of new
-    ones."""
+    """Changed models compute the same as unfused ones. Cases are fixed; fuzz_changes.py runs thousands of new ones."""
     fuzz_changes.check(fused_mlp, seed, device)

@@ -132,8 +132,7 @@ def made_case(device, dtype, form, layers=3, rows=5, sizes=(32, 96, 32), biased=
     )
 
 
-# Number of weights; rows; in, hidden, out. The widths suit a warp, a block, a full register file and more, vectorised
-# or not.
+# Weights; rows; in, hidden, out: widths for a warp, a block, all registers and more, vectorised or not.
 SHAPES = [
     (3, 1, (1024, 400, 1024)),
     (2, 19, (64, 96, 64)),
@@ -260,8 +259,7 @@ SHARED = [
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_features_of_some_rows(ops, device, dtype, wide, shared, features, kinds):
-    """Consecutive rows, such as those of one image, may share weights and biases, which are chunks of a tensor,
-    possibly float32."""
+    """Consecutive rows, as of one image, may share weights and biases: chunks of a tensor, possibly float32."""
     if device.type == "cpu" and dtype == torch.float16:
         pytest.skip("no kernel")
     torch.manual_seed(0)
@@ -306,8 +304,7 @@ def test_large_values(ops, device):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_of_sums_are_adjacent(ops, device, form):
-    """The result is contiguous even if the residual is not, such as Whisper's first hidden values, which are
-    column-major."""
+    """The result is contiguous even if the residual is not: Whisper's first hidden values are column-major."""
     case = made_case(device, torch.float32, FORMS[form], 2, 14, (64, 96, 40))
     case.x = case.x.view(2, 7, 64)
     for residual in (torch.randn(2, 40, 7, device=device).mT, torch.randn(2, 7, 80, device=device)[..., ::2]):

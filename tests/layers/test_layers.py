@@ -292,8 +292,7 @@ def test_the_layout_of_a_plain_mlp(fused_mlp, device):
 
 
 def test_every_layout_has_a_layer_and_is_tested(fused_mlp):
-    """Every layout has a layer of its name, where transformers finds it, and the same forward with and without
-    kernelize."""
+    """Every layout has the name, by which transformers finds it, and the forward of a layer."""
     layouts = {name.removesuffix("Layout") for name in fused_mlp.layers.__all__ if name.endswith("Layout")}
     assert layouts == {*LAYOUTS, "MLP"}
     for name in layouts:

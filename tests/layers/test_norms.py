@@ -136,8 +136,7 @@ class Halved(nn.Module):
 
 @pytest.mark.parametrize("change", ["subclassed", "parametrized"])
 def test_of_another_class_since(fused_mlp, device, change):
-    """A norm whose class changes after fusing computes the right result, and explain gives the new class as the
-    reason."""
+    """A norm whose class changes after fusing computes the right result, and explain names the new class."""
     module, fused = fused_pair(fused_mlp, device, Meta)
     for norm in (module.norm, fused.norm):
         if change == "parametrized":

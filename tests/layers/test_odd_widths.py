@@ -54,8 +54,7 @@ def laid_out(rows, columns, draw, device, dtype):
 
 @pytest.mark.parametrize("seed", range(24))
 def test_product(native, device, seed):
-    """Products of any layout are as accurate as eager's; on a Hopper GPU, large ones of odd widths use padded
-    copies."""
+    """Products of any layout are as accurate as eager's. On a Hopper GPU, large odd ones use padded copies."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     most = 2400 if device.type == "cuda" else 70

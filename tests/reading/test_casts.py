@@ -1,5 +1,4 @@
-"""MLPs that cast hidden values to the dtype of the last projection's weight run as one op if there is nothing to
-cast."""
+"""MLPs that cast hidden values to the last projection's dtype run as one op if there is nothing to cast."""
 
 import copy
 

@@ -68,8 +68,7 @@ def test_one_chunk(device, pair, signatures):
 
 @pytest.mark.parametrize("size", [2, True, 5])
 def test_other_chunks(device, pair, signatures, size):
-    """Other chunk sizes run as unfused: 2 rows, one row by a value equal to 1, and a size that does not divide the
-    rows."""
+    """Other chunk sizes run as unfused: 2, True (equal to 1), and one that does not divide the rows."""
     module, fused = pair
     x = x_of(device, 3, 6)
     for each in pair:

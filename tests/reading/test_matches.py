@@ -320,7 +320,7 @@ def test_starts(fused_mlp, body):
 @pytest.mark.parametrize("statement", REBOUND)
 @pytest.mark.parametrize("where", ["before", "within"])
 def test_a_name_that_is_bound_anew(fused_mlp, statement, where):
-    """A rebound name never moves its projection or its activation."""
+    """A rebound name keeps the projection and its activation in their places."""
     body = f"h = self.p(x)\n{statement}\nreturn self.act(h)"
     if where == "within":
         body = f"for z in x:\n{textwrap.indent(body, '    ')}"

@@ -58,8 +58,7 @@ OTHERS = (
 @pytest.mark.parametrize("kind", [Gated, Plain])
 @pytest.mark.parametrize("forward", KNOWN.values(), ids=KNOWN)
 def test_classes_that_write_an_activation_out(fused_mlp, device, forward, kind, dtype):
-    """A fused activation that a class writes out is as accurate as eager's against float64, up to chance in the last
-    digit."""
+    """An activation that a class writes out is as accurate as eager against float64, up to chance in the last digit."""
     module = kind(module_of(forward)).to(device, dtype)
     x = torch.randn(64, 32, device=device, dtype=dtype)
     expected = module(x)

@@ -23,8 +23,7 @@ from safety import alike
 
 
 def behaviour(module, x):
-    """Returns the effects of a call in evaluation and in training: results, gradients, state and the input
-    afterwards."""
+    """Returns the effects of a call in evaluation and in training: results, gradients, state and the input."""
     seen = []
     for training in (False, True):
         module.train(training).zero_grad()
@@ -514,8 +513,7 @@ def test_a_sequence_with_none_in_it(fused_mlp, device, place):
 @pytest.mark.parametrize("value", [None, 0.0])
 @pytest.mark.parametrize("part", ["norm", "fc1", "activation_fn", "fc2"])
 def test_a_part_that_cannot_be_called(fused_mlp, device, written, part, value):
-    """A part that cannot be called raises the original's error, even where None would mean an absent operand of the
-    op."""
+    """A part that cannot be called raises the original's error, even if None means an absent operand of the op."""
     module = written("return x + self.fc2(self.activation_fn(self.fc1(self.norm(x))))")()
     module.norm = nn.LayerNorm(32)
     assert fused_mlp.fuse_mlps(module.to(device).eval()).fused
@@ -661,8 +659,7 @@ def test_positional_only(fused_mlp, device, written):
 
 
 def test_a_local_name_that_is_read_before_it_is_bound(fused_mlp, device, written):
-    """A local name read before it is bound raises, even if a global has the name and the fused call contains the
-    binding."""
+    """A local name read before it is bound raises, even with a global of that name and binding in the fused call."""
     body = "y = h\nh = self.fc1(x)\nreturn self.fc2(self.activation_fn(h)) + y"
     module = written(body, head=f"{HEAD}\nh = 1.0\n")().to(device)
     assert fused_mlp.fuse_mlps(module).fused

@@ -16,7 +16,7 @@ TYPES = Path(__file__).with_name("model_types.txt").read_text().split()
 
 IN_BFLOAT16 = ("bert", "clip_vision_model", "deepseek_v4", "gemma2", "glm", "gpt2", "llama", "opt", "vit")
 
-# Always tested. The others share most of their code: each run draws SAMPLE of all types by the seed of its inputs.
+# The above are always tested. Types share most of their code: each run draws SAMPLE of them by its inputs' seed.
 SAMPLE = 90
 CHOSEN = sorted({*IN_BFLOAT16, *random.Random(SEED).sample(TYPES, SAMPLE)})
 
@@ -77,7 +77,7 @@ def largest_error(got, expected):
 
 
 def are_experts_for_a_gpu(report):
-    """Tells if only experts are left, which run as they are on a CPU with a build for GPUs."""
+    """Returns whether only experts are left, which run as they are on a CPU with a build for GPUs."""
     codes = {reason.code for module in report.modules for reason in module.reasons}
     return machine.device_type() == "cuda" and codes == {"own way"}
 

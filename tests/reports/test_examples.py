@@ -77,8 +77,7 @@ def test_ways_of_the_hub(name, installed):
 
 @pytest.mark.parametrize("name", ["kernel_config", "default_names"])
 def test_ways_where_transformers_takes_kernels_for_absent(name):
-    """The examples exit with an error: without it, one fails in transformers and the other shows a kernel that is not
-    used."""
+    """The examples exit with an error: else one would fail in transformers, and the other show what does not happen."""
     program = project.ROOT / f"examples/{name}.py"
     code = f"""
 import runpy, sys

@@ -43,8 +43,7 @@ def test_the_document_says_what_was_measured():
 
 
 def test_noise_has_no_ratio():
-    """Too noisy times get no ratio, in the document or on the page; older runs, without turns, have no noise
-    figures."""
+    """Noisy times get no ratio, in the document or on the page. Older runs took no turns, and say nothing of noise."""
     run = json.loads(COMMITTED.read_text())
     workload = run["workloads"][0]
     assert "noisy" not in str(results.comparison(workload))
@@ -54,8 +53,7 @@ def test_noise_has_no_ratio():
 
 
 def test_the_committed_page():
-    """The committed page is what page.py makes of the document's run, apart from the drawings, and has no dead
-    links."""
+    """The committed page is page.py's for the document's run, except for the drawings, and has no dead links."""
     committed = RESULTS / "h100.html"
     assert f"(../profiling/results/{committed.name})" in document.DOCUMENT.read_text()
     html = committed.read_text()
@@ -68,8 +66,7 @@ def test_the_committed_page():
 
 @pytest.fixture(scope="module", params=["cpu", "h100"])
 def made_page(request, tmp_path_factory):
-    """Makes the page of a committed run with a planted set-up that has all kinds of launches, and one trace to link
-    to."""
+    """Makes the page of a committed run with a planted set-up of all kinds of launches, and one trace to link."""
     run = json.loads((RESULTS / f"{request.param}.json").read_text())
     forward = timeline.middle(traces.eager_mlp().read())
     planted = dict(run["workloads"][0]["setups"][0])

@@ -142,7 +142,7 @@ def test_a_branch_that_does_not_run_is_not_reported_as_fused(fused_mlp, device):
     assert (entry.pattern, entry.extent, entry.fused) == ("gated", "none", False)
     assert entry.reason == "takes another branch of its code (self.sparsity > 0)"
     x = x_of(device)
-    for sparsity, extent in ((0.5, "none"), (0, "full"), (0.5, "none"), ("none", "full")):  # the last cannot be told
+    for sparsity, extent in ((0.5, "none"), (0, "full"), (0.5, "none"), ("none", "full")):  # the last is unknown
         module.sparsity = plain.sparsity = sparsity
         (entry,) = fused_mlp.fuse_mlps(module).modules
         assert entry.extent == extent
