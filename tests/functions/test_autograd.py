@@ -1,4 +1,4 @@
-"""Gradients of every kind: reverse, double, forward mode, and through torch.func; held to float64 like the results."""
+"""Gradients of every kind: reverse, double, forward mode and torch.func, compared with float64 like the results."""
 
 from functools import partial
 
@@ -31,7 +31,7 @@ def exact(function, activation):
 
 
 def leaves(operands, dtype=None, of=None):
-    """Fresh leaves with the values of the operands; those named in `of` (all by default) require gradients."""
+    """Returns fresh leaves with the operands' values; those named in `of` (default: all) require gradients."""
     return {
         name: operand.detach().clone().to(dtype or operand.dtype).requires_grad_(of is None or name in of)
         for name, operand in operands.items()
@@ -39,7 +39,7 @@ def leaves(operands, dtype=None, of=None):
 
 
 def gradients(function, operands, grad):
-    """The gradients of function(**operands), by operand, for the gradient `grad` of its result."""
+    """Returns the gradients of function(**operands) by operand, for the gradient `grad` of its result."""
     wanted = {name: operand for name, operand in operands.items() if operand.requires_grad}
     result = function(**operands)
     return dict(zip(wanted, torch.autograd.grad(result, wanted.values(), grad.to(result.dtype)), strict=True))
@@ -72,7 +72,7 @@ def test_gradients(fused_mlp, device, implementation, function, activation, dtyp
 @dtypes
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gradients_against_written_derivatives(fused_mlp, device, implementation, activation, dtype):
-    """act_and_mul's gradients against written-out derivatives, over a range where each activation bends."""
+    """act_and_mul's gradients match written-out derivatives over a range where each activation bends."""
     gate = torch.linspace(-12, 12, 2001, device=device).to(dtype)
     up, grad = torch.randn_like(gate), torch.randn_like(gate)
     made = {"gate": gate, "up": up}
@@ -87,7 +87,7 @@ def test_gradients_against_written_derivatives(fused_mlp, device, implementation
 
 @dtypes
 def test_gradients_of_many_elements(fused_mlp, device, implementation, dtype):
-    """There are more than fit into one round of a GPU's blocks, and the last ones fill no vector."""
+    """Gradients of tensors that exceed one round of a GPU's blocks and end in a partial vector are right."""
     made = operands("act_and_mul", (1009,), (8, 1607, 8), dtype=dtype, device=device)
     check(fused_mlp, implementation, "act_and_mul", made)
 
@@ -111,7 +111,7 @@ def test_one_operand_requires_a_gradient(fused_mlp, device, implementation, func
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_strided_operands_and_gradient(fused_mlp, device, implementation, dtype):
-    """Chunks of a packed projection, and a gradient that is one number, expanded."""
+    """Chunks of a packed projection and an expanded scalar gradient give the right gradients."""
     packed = torch.randn(7, 3, 2 * 40, device=device).to(dtype)
 
     def loss(act_and_mul, packed):
@@ -144,7 +144,7 @@ def test_gradcheck(fused_mlp, device, function, activation):
 @pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh", "silu", "quick_gelu", "relu2", "sigmoid"])
 @functions
 def test_double_backward(fused_mlp, device, implementation, function, activation):
-    """The gradient of a gradient's norm, as in a gradient penalty."""
+    """A gradient's norm can be differentiated, as for a gradient penalty."""
     made = operands(function, (31,), device=device)
 
     def penalty_gradients(call, dtype):
@@ -193,13 +193,13 @@ def test_without_autograd(fused_mlp, device, implementation, function, mode):
 
 
 def first_operand(made):
-    """The operand that is mapped or differentiated: gate or x; and a call in terms of it alone."""
+    """Returns the operand to map or differentiate, gate or x, and a call in terms of it alone."""
     name = next(iter(made))
     rest = {other: operand for other, operand in made.items() if other != name}
     return name, made[name], rest
 
 
-# torch.func: the eager sequence is what float32 results are compared with.
+# torch.func: float32 results are compared with the eager sequence.
 
 
 @functions
@@ -216,7 +216,7 @@ def test_vmap(fused_mlp, device, implementation, function):
 
 @functions
 def test_vmap_over_weights(fused_mlp, device, implementation, function):
-    """An ensemble: every operand has a leading dimension of models."""
+    """vmap over an ensemble, with a leading dimension of models in every operand, matches eager."""
     models = [operands(function, (7,), device=device) for _ in range(3)]
     stacked = {name: torch.stack([model[name] for model in models]) for name in models[0]}
     call = fused(fused_mlp, function, "silu")
@@ -262,10 +262,10 @@ def test_forward_mode(fused_mlp, device, implementation, function):
     torch.testing.assert_close((dual.primal, dual.tangent), expected)
 
 
-@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name != "silu"])  # PyTorch's own cannot
+@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name != "silu"])  # PyTorch's own fails
 @functions
 def test_tangents_of_a_gradient(fused_mlp, device, implementation, function, activation):
-    """The graph is older than the level of forward mode in which it is differentiated."""
+    """Forward mode can differentiate a gradient whose graph was recorded before its level was entered."""
     made = operands(function, device=device)
 
     def tangents(call):
@@ -286,7 +286,7 @@ def test_tangents_of_a_gradient(fused_mlp, device, implementation, function, act
 
 @functions
 def test_hessian(fused_mlp, device, implementation, function):
-    """Forward over reverse and reverse over reverse."""
+    """Hessians match by forward over reverse and by reverse over reverse."""
     made = operands(function, (2,), (3, 4, 2), device=device)
     name, x, rest = first_operand(made)
 

@@ -23,7 +23,7 @@ def call(fused_mlp, function, activation="gelu_pytorch_tanh"):
 
 
 def results(function, made, grad=None):
-    """The result of function(made), and with `grad` the gradients of all operands."""
+    """Returns function(made), and with `grad` the gradients of all operands."""
     if grad is None:
         with torch.no_grad():
             return [function(made)]
@@ -35,7 +35,7 @@ def results(function, made, grad=None):
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @functions
 def test_fullgraph(fused_mlp, device, implementation, function, training):
-    """One graph through AOTAutograd, with the results of the uncompiled call bit for bit."""
+    """AOTAutograd compiles one graph with bitwise the results of the uncompiled call."""
     made = operands(function, device=device)
     grad = torch.randn_like(reference.eager(function, made, None)) if training else None
     with fused_mlp.backend(implementation):
@@ -58,7 +58,7 @@ def test_fullgraph(fused_mlp, device, implementation, function, training):
     ],
 )
 def test_inductor(fused_mlp, device, implementation, function, dtype, training):
-    """The default compiler, with operations around the call that it fuses. Every two values of two columns meet."""
+    """The default compiler fuses operations around the call. The cases pair any two values of two parameters."""
 
     def model(call):
         def run(operands):
@@ -100,7 +100,7 @@ def test_other_row_counts_do_not_recompile(fused_mlp, device, implementation, fu
 
 @functions
 def test_a_dimension_marked_dynamic(fused_mlp, device, function):
-    """mark_dynamic raises if something makes the dimension a constant."""
+    """A dynamic dimension stays dynamic: mark_dynamic raises if it becomes a constant."""
     counter = CompileCounter()
     compiled = torch.compile(call(fused_mlp, function), fullgraph=True, backend=counter)
     for rows in (7, 12):
@@ -113,7 +113,7 @@ def test_a_dimension_marked_dynamic(fused_mlp, device, function):
 
 
 def test_a_compiled_function_honours_backend(fused_mlp, device):
-    """A forced implementation is part of what a compiled function is guarded by, in both directions."""
+    """A compiled function guards on the forced implementation, in both directions."""
     made = operands("gated_mlp", device=device)
     graphs = []
 
@@ -158,7 +158,7 @@ def test_backend_inside_a_compiled_function(fused_mlp, device):
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @functions
 def test_autocast(fused_mlp, device, function, training, compiled):
-    """Results and gradients have the dtypes of the eager sequence under autocast, and no greater error."""
+    """Under autocast, results and gradients have the eager sequence's dtypes and at most its error."""
     made = operands(function, device=device)
 
     def autocast(call):
@@ -184,7 +184,7 @@ def test_autocast(fused_mlp, device, function, training, compiled):
 
 @pytest.mark.parametrize("function", [name for name in FUNCTIONS if name != "act_and_mul"])
 def test_autocast_of_16_bit_operands_is_one_op(fused_mlp, device, function):
-    """Autocast has nothing to cast, so it costs nothing."""
+    """Autocast of 16-bit operands, which has nothing to cast, costs nothing."""
     made = operands(function, dtype=torch.bfloat16, device=device)
     with torch.autocast(device.type, dtype=torch.bfloat16):
         assert fused_mlp.explain(getattr(fused_mlp, function), **made).implementation == device.type
@@ -193,7 +193,7 @@ def test_autocast_of_16_bit_operands_is_one_op(fused_mlp, device, function):
 
 
 def test_autocast_mixes_dtypes_as_eager_does(fused_mlp, device):
-    """A float32 input and bfloat16 weights, as models under autocast have them."""
+    """A float32 input and bfloat16 weights mix under autocast as in eager."""
     made = operands("gated_mlp", device=device)
     made = {name: operand if name == "x" else operand.bfloat16() for name, operand in made.items()}
     with torch.autocast(device.type, dtype=torch.bfloat16):
@@ -232,7 +232,7 @@ def test_export(fused_mlp, device):
 
 @functions
 def test_on_the_meta_device(fused_mlp, device, function):
-    """Shapes without data, as for loading large models: results and gradients have the right ones."""
+    """Results and gradients on the meta device, which large models load on, have the right shapes."""
     made = operands(function, device=device)
     expected = reference.eager(function, made, "gelu_pytorch_tanh")
     meta = {name: operand.to("meta").requires_grad_() for name, operand in made.items()}
@@ -253,7 +253,7 @@ def test_with_fake_tensors(fused_mlp, device, function):
 
 
 def sample_inputs(op, device):
-    """Arguments of an op: full, without biases, strided, empty."""
+    """Returns arguments of an op: full, without biases, strided and empty."""
     codes = (2, 4)
     if op.startswith("act_and_mul"):
         count = 3 if op.endswith("backward") else 2
@@ -271,9 +271,9 @@ def sample_inputs(op, device):
 
 @pytest.mark.parametrize("op", [*FUNCTIONS, "act_and_mul_backward"])
 def test_opcheck(fused_mlp, device, op):
-    """Schema (nothing mutated or aliased), fake kernel and dynamic compilation of the registered ops."""
+    """The registered ops pass opcheck of schema (no mutation or aliasing), fake kernel and dynamic compilation."""
     ops = importlib.import_module(f"{fused_mlp.__name__}._ops").ops
-    # Not test_autograd_registration: functional.py, not the ops, provides autograd.
+    # test_autograd_registration is left out: functional.py, not the ops, provides autograd.
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     for sample in sample_inputs(op, device):
         torch.library.opcheck(getattr(ops, op).default, sample, test_utils=tests)
@@ -283,9 +283,9 @@ def test_opcheck(fused_mlp, device, op):
 @pytest.mark.parametrize("up_first", [None, True], ids=["two weights", "one"])
 @pytest.mark.parametrize("op", ["gated_linear", "gated_mlp"])
 def test_opcheck_training(fused_mlp, device, op, up_first, keep):
-    """The same, and autograd, of the ops of training; a weight is a transposed matrix.
+    """The training ops pass the same checks and that of autograd, with one transposed weight.
 
-    Not of training_backward_, which frees what opcheck looks at afterwards.
+    training_backward_ is left out, since it frees tensors that opcheck reads afterwards.
     """
     ops = importlib.import_module(f"{fused_mlp.__name__}._ops").ops
     for lead in ((2, 3), (0,)):

@@ -1,4 +1,4 @@
-"""backend() and explain(): what is forced, what is refused, and that the explanation is the truth."""
+"""backend() and explain(): forced and refused backends, and explanations that match the call."""
 
 import importlib
 import json
@@ -29,7 +29,7 @@ def test_the_compiled_ops_come_first(fused_mlp, device, function):
 
 
 def ops_called(function, operands):
-    """Names of the package's own ops that a call reaches, as the dispatcher sees them."""
+    """Returns the names of this package's ops that a call reaches, as seen by the dispatcher."""
 
     class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):
@@ -45,7 +45,7 @@ def ops_called(function, operands):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_one_op_for_a_whole_call(fused_mlp, device, function):
-    """Inference is one crossing into C++; "torch" is none."""
+    """Inference enters C++ once, and with backend "torch" never."""
     made = operands(function, device=device)
     call = getattr(fused_mlp, function)
     assert ops_called(call, made) == [function]
@@ -60,7 +60,7 @@ def test_one_op_for_a_whole_call(fused_mlp, device, function):
 @pytest.mark.parametrize("change", ["none", "column-major weight", "strided bias"])
 @pytest.mark.parametrize("function", ["linear", "gated_linear", "mlp", "gated_mlp"])
 def test_parts_are_what_runs_on_a_cpu(fused_mlp, function, change, dtype):
-    """torch's GEMM shows in a profile of the call, those of ours do not. The last layer alone may decide for both."""
+    """The explained parts match a profile, where only torch's GEMM shows. The last layer may decide for both."""
     made = operands(function, (40,), (72, 200, 64), dtype=dtype)
     if change != "none":
         name = [name for name in made if name.endswith(change.split()[1])][-1]
@@ -82,7 +82,7 @@ def test_parts_are_what_runs_on_a_cpu(fused_mlp, function, change, dtype):
 @pytest.mark.parametrize("rows", [31, 64])
 @pytest.mark.parametrize("function", ["gated_linear", "mlp", "gated_mlp"])
 def test_products_of_training_on_a_cpu(fused_mlp, function, rows, dtype):
-    """The backend of inference computes training, but products of few rows in the backward of bfloat16."""
+    """Training uses the backend of inference, except for bfloat16 backward products of few rows."""
     made = operands(function, (rows,), (72, 200, 64), dtype=dtype)
     call = getattr(fused_mlp, function)
     inference = fused_mlp.explain(call, **made).parts[0]
@@ -101,7 +101,7 @@ def codes_in(header, array):
 
 
 def test_every_record_has_words(fused_mlp):
-    """Python has words for all that C++ may write into a record."""
+    """Python has words for every record that C++ may write."""
     plans = importlib.import_module(f"{fused_mlp.__name__}.backends.plans")
     none, *refusals = codes_in("torch-ext/ops/plan.h", "kRefusalCodes")
     records = [{"implementation": "torch", "refusal": refusal, "pointwise": "cuda"} for refusal in refusals]
@@ -121,7 +121,7 @@ def test_every_record_has_words(fused_mlp):
 
 @pytest.mark.skipif(machine.device_type() != "cpu", reason="a GPU trains a layer alone by its parts")
 def test_one_layer_in_training_on_a_cpu(fused_mlp):
-    """It is an op, but where eager keeps an activation's result alone, or there is none; explain says so."""
+    """A layer in training is an op unless eager keeps only the activation's result or has none, and explain says so."""
     made = operands("linear", (5,), (8, 48, 8))
     made["x"].requires_grad_()
     for activation in ("gelu", "silu", "relu", None):
@@ -136,7 +136,7 @@ def test_one_layer_in_training_on_a_cpu(fused_mlp):
 @pytest.mark.parametrize("memory", ["activations", "recompute"])
 @pytest.mark.parametrize("function", ["gated_linear", "gated_mlp", "mlp"])
 def test_one_op_forward_and_one_backward(fused_mlp, device, function, memory):
-    """Autograd follows the op; explain says so, and what is kept. A transform of torch.func follows the parts."""
+    """Autograd records one op, and explain tells this and the kept tensors; torch.func transforms use the parts."""
     made = operands(function, (2, 32), (8, 256, 8), device=device)
     made["x"].requires_grad_()
     call = getattr(fused_mlp, function)
@@ -169,14 +169,14 @@ def test_a_choice_of_memory_that_does_not_exist(fused_mlp, device, function):
 
 
 def test_under_autograd_a_product_is_fused(fused_mlp, device):
-    made = operands("act_and_mul", (8, 128), (8, 256, 8), device=device)  # 2^18 elements of gate and up
+    made = operands("act_and_mul", (8, 128), (8, 256, 8), device=device)  # gate and up have 2^18 elements
     made["gate"].requires_grad_()
     assert ops_called(fused_mlp.act_and_mul, made) == ["act_and_mul"]
 
 
 @pytest.mark.skipif(machine.device_type() != "cpu", reason="a rule for CPUs")
 def test_a_small_product_under_autograd_is_left_to_torch(fused_mlp):
-    made = operands("act_and_mul", (255,), (8, 1024, 8))  # 1024 elements short of 2^18
+    made = operands("act_and_mul", (255,), (8, 1024, 8))  # 1024 elements fewer than 2^18
     made["gate"].requires_grad_()
     assert ops_called(fused_mlp.act_and_mul, made) == []
     explanation = fused_mlp.explain(fused_mlp.act_and_mul, **made)
@@ -206,7 +206,7 @@ def test_an_exception_restores_what_was(fused_mlp, device):
 
 
 def test_blocks_that_overlap(fused_mlp, device):
-    """As in two threads: the block entered last counts, in whichever order they are left."""
+    """With overlapping blocks, as in two threads, the block entered last counts, in any order of leaving."""
     first, second, third = (fused_mlp.backend(name) for name in ("torch", device.type, "torch"))
     seen = []
     for step in (first.__enter__, second.__enter__, third.__enter__):
@@ -219,7 +219,7 @@ def test_blocks_that_overlap(fused_mlp, device):
 
 
 def test_blocks_in_many_threads(fused_mlp, device):
-    """Nothing stays forced, whatever the order of entering and leaving was."""
+    """No backend stays forced after blocks in many threads, in any order of entering and leaving."""
 
     def enter_and_leave(name):
         for _ in range(200):

@@ -1,5 +1,4 @@
-"""The words of torch-ext/operands/dlpack.h about DLPack's structures is what torch's copy of the standard's header
-says."""
+"""DLPack's structures in torch-ext/operands/dlpack.h are declared as in torch's copy of the standard's header."""
 
 import shutil
 import subprocess
@@ -49,5 +48,5 @@ def test_layouts():
 
 
 def test_the_exchange_is_there():
-    """Under every torch that the package is for: without it all ops are called."""
+    """The exchange exists in every torch that the package supports: without it all ops are called."""
     assert hasattr(torch.Tensor, "__dlpack_c_exchange_api__")

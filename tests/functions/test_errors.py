@@ -1,4 +1,4 @@
-"""Bad input: the exception's type, and a message that names the argument, what came and what is needed."""
+"""Invalid input raises the right exception type, and the message names the argument, its value and the requirement."""
 
 import functools
 
@@ -12,12 +12,12 @@ PRODUCTS = [name for name in FUNCTIONS if name != "act_and_mul"]
 
 
 def raises(error, *words):
-    """pytest.raises with all the words in the message, in any order."""
+    """Returns pytest.raises for a message with all the words, in any order."""
     return pytest.raises(error, match="".join(f"(?=.*{word})" for word in words))
 
 
 def each(fused_mlp, function):
-    """The function, and what explains a call of it: both refuse the same."""
+    """Returns the function and its explain call, which refuse the same input."""
     call = getattr(fused_mlp, function)
     return call, functools.partial(fused_mlp.explain, call)
 
@@ -46,7 +46,7 @@ def test_an_operand_of_another_kind(fused_mlp, device, function, wrong):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_nested_operand(fused_mlp, device, function):
-    """A nested tensor of the strided layout has no shape."""
+    """A nested tensor of strided layout, which has no shape, is refused."""
     for name, operand in good(function, device).items():
         nested = torch.nested.nested_tensor([operand, operand], layout=torch.strided)
         for call in each(fused_mlp, function):
@@ -69,7 +69,7 @@ def test_sparse_operands_are_computed_by_torch(fused_mlp, device, function):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_errors_are_what_pytorch_raises_too(fused_mlp, device, function):
-    """Who catches RuntimeError around the eager operations goes on to catch it."""
+    """Code that catches RuntimeError from the eager operations also catches the functions' errors."""
     _, second, *_ = made = good(function, device, biases=False)
     for wrong in (made[second].bfloat16(), made[second][:, :-1], made[second].to("meta"), None):
         with pytest.raises(RuntimeError, match=second):
@@ -97,7 +97,7 @@ def test_operands_of_two_dtypes_or_devices(fused_mlp, device, function, other, e
                 call(**made | {name: made[name].to(other)})
 
 
-# Replacements of a good operand of x [3, 8], hidden 12 and out 6, and what the message must say beside its name.
+# Invalid replacements for an operand of x [3, 8], hidden 12 and out 6, and the message's words besides its name.
 BAD_SHAPES = {
     "act_and_mul": [
         ("up", (3, 11), ["gate", r"\[3, 12\]", r"\[3, 11\]"]),
@@ -150,7 +150,7 @@ BAD_SHAPES = {
     [(function, *case) for function, cases in BAD_SHAPES.items() for case in cases],
 )
 def test_a_shape_that_does_not_fit(fused_mlp, device, function, name, shape, words):
-    made = good(function, device, biases=(name,))  # no other bias, which would not fit a bad weight either
+    made = good(function, device, biases=(name,))  # other biases would not fit an invalid weight either
     for call in each(fused_mlp, function):
         with raises(ValueError, rf"\b{name}\b", *words):
             call(**made | {name: torch.randn(shape, device=device)})

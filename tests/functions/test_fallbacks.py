@@ -1,4 +1,4 @@
-"""If a fused method cannot be fused, the statements of its source run, and little else."""
+"""A fused method that cannot run fused runs the statements of its source, and little else."""
 
 import copy
 import functools
@@ -16,7 +16,7 @@ from safety import assert_close, x_of
 
 
 def frames(fused_mlp, call) -> int:
-    """The number of Python functions of the package, the fused methods among them, a call runs."""
+    """Returns the number of calls of this package's Python functions, including fused methods, in a call."""
     home, count = fused_mlp.__path__[0], 0
 
     def see(frame, event, _):
@@ -44,9 +44,9 @@ def adapted(module, **options):
     return inject_adapter_in_model(LoraConfig(r=2, target_modules=names, init_lora_weights=False, **options), module)
 
 
-# By what was done to a module before it was fused: the most frames that its call may take, fused or not.
+# Most frames per call, fused or not, by the alteration of the module before fusing.
 MOST = {"nothing": 9, "hooks": 11, "adapters": 4, "other adapters": 13}
-MOST["adapters", PackedGated] = 9  # the halves of its operands are made in Python
+MOST["adapters", PackedGated] = 9  # Python makes the halves of its operands
 ALTERED = {"nothing": lambda module: module, "hooks": hooked, "adapters": adapted}
 ALTERED["other adapters"] = functools.partial(adapted, use_dora=True)
 
@@ -61,10 +61,10 @@ def test_calls_take_few_frames(fused_mlp, device, monkeypatch, kind, altered):
     fused_mlp.fuse_mlps(module)
     x = x_of(device)
     with torch.no_grad():
-        for _ in range(6):  # it looks again after one miss, two, four
+        for _ in range(6):  # fusing is retried after one, two and four misses
             assert_close(module(x), plain(x))
-        # Python looks again at what is not fused at its first, second, fourth, ... miss: of the whole and of the first
-        # layer, which are counted apart, not in three calls in a row.
+        # Python retries fusing at its first, second, fourth, ... miss. The whole and the first layer are
+        # counted separately, and never retry in three consecutive calls.
         fewest = min(frames(fused_mlp, lambda: module(x)) for _ in range(3))
     assert fewest <= MOST.get((altered, kind), MOST[altered])
 
@@ -90,7 +90,7 @@ def test_what_is_not_fused_has_the_bits_of_the_original(fused_mlp, device, monke
 
 
 class Counting(nn.Module):
-    """An MLP of what a part gives that counts its calls."""
+    """An MLP with a part before it that counts its calls."""
 
     def __init__(self):
         super().__init__()
@@ -118,7 +118,7 @@ def test_an_input_is_computed_once(fused_mlp, device):
 
 
 class LocalCondition(nn.Module):
-    """A name that the code binds anew decides a branch behind the MLP."""
+    """A rebound local name decides a branch after the MLP."""
 
     def __init__(self):
         super().__init__()
@@ -167,7 +167,7 @@ def test_a_module_in_training_is_reported_with_its_rows(fused_mlp, device, monke
 
 
 def test_rows_of_relu(fused_mlp, device, monkeypatch):
-    """If autograd keeps the activation's result, an op saves time from 64 times as many rows on."""
+    """If autograd keeps the activation's result, an op pays only from 64 times as many rows."""
     dispatch = sys.modules[f"{fused_mlp.__name__}.dispatch"]
     for key in dispatch.LEAST_WORK:
         monkeypatch.setitem(dispatch.LEAST_WORK, key, 0)
@@ -180,7 +180,7 @@ def test_rows_of_relu(fused_mlp, device, monkeypatch):
 
 @pytest.mark.parametrize("forced", ["triton", "torch", "cpu", "cuda"])
 def test_a_forced_backend_is_explained(fused_mlp, forced):
-    """An explanation raises no error where a call would; and so with a layer that has no features."""
+    """explain never raises for a forced backend, even if the call would or a layer has no features."""
     for module in (Gated(), Gated(sizes=(32, 0, 32)), Plain(sizes=(32, 0, 32))):
         fused_mlp.fuse_mlps(module.train())
         with fused_mlp.backend(forced):
@@ -200,11 +200,11 @@ def test_public_answers(fused_mlp):
 
 
 class Other(Gated):
-    """A class whose parts have the same names."""
+    """A class with the same part names as Gated."""
 
 
 def test_misses_of_another_class(fused_mlp, device, monkeypatch):
-    """Python looks at the first call of a class that compiled code does not take, however often another's missed."""
+    """Python handles the first miss of a class, however often another class missed before."""
     shortcut, asked = sys.modules[f"{fused_mlp.__name__}.models.running.shortcut"], []
     monkeypatch.setattr(shortcut, "_missed", {})
     modules = [kind().to(device).eval() for kind in (Gated, Other)]
@@ -214,7 +214,7 @@ def test_misses_of_another_class(fused_mlp, device, monkeypatch):
     learn, x = shortcut.learn, x_of(device)
     monkeypatch.setattr(shortcut, "learn", lambda act: asked.append(1) or learn(act))
     with torch.no_grad():
-        for _ in range(8):  # which is a power of two, behind which it waits longest
+        for _ in range(8):  # a power of two, after which the wait is longest
             modules[0](x)
         before = len(asked)
         modules[0](x)

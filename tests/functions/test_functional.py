@@ -1,4 +1,4 @@
-"""The functions' results: held to float64 formulas, with the error of the eager PyTorch sequence as the limit."""
+"""Results of the functions against float64 formulas, with the error of the eager PyTorch sequence as the limit."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +23,7 @@ def call(fused_mlp, implementation, function, operands, activation):
 
 
 def check(fused_mlp, implementation, function, operands, activation="gelu_pytorch_tanh", chance=3.0):
-    """One call: the result, its freshness, and that the operands are what they were."""
+    """Checks one call: its result, that it is a new tensor, and that the operands are unchanged."""
     before = {name: operand.clone() for name, operand in operands.items()}
     result = call(fused_mlp, implementation, function, operands, activation)
     eager = reference.eager(function, operands, activation)
@@ -60,7 +60,7 @@ def test_shapes(fused_mlp, device, implementation, function, lead, sizes, dtype)
 @pytest.mark.parametrize("rows", [307, 1009, 2003])
 @pytest.mark.parametrize("function", ["act_and_mul", "linear"])
 def test_many_elements(fused_mlp, device, implementation, function, rows, dtype):
-    """There are more than fit into one round of a GPU's blocks or several, and the last ones fill no vector."""
+    """Tensors that take one or several rounds of a GPU's blocks and end in a partial vector are right."""
     made = operands(function, (rows,), (8, 1607, 8), dtype=dtype, device=device)
     check(fused_mlp, implementation, function, made, "gelu")
 
@@ -101,7 +101,7 @@ def test_model_sized(fused_mlp, device, implementation, function, rows, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("function", ["linear", "gated_linear", "gated_mlp", "mlp"])
 def test_few_rows(fused_mlp, device, implementation, function, dtype):
-    """Every number of rows to which a kernel may be made, and blocks of features that begin inside of others."""
+    """Every number of rows that a kernel may be specialised for is right, also with overlapping blocks of features."""
     for rows in (*range(1, 18), 32, 33, 49, 65, 128, 129):
         for sizes in ((64, 96, 32), (45, 77, 39)):
             check(fused_mlp, implementation, function, operands(function, (rows,), sizes, dtype=dtype, device=device))
@@ -110,7 +110,7 @@ def test_few_rows(fused_mlp, device, implementation, function, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["x", "weight"])
 def test_few_rows_have_special_values_once(fused_mlp, device, implementation, name, dtype):
-    """An infinity in features that two blocks hold is not multiplied with the zeros of one of them."""
+    """An infinity in features shared by two blocks is not multiplied by the zeros of one of them."""
     for rows, column in ((1, 0), (2, 20), (4, 31), (5, 44)):
         made = operands("linear", (rows,), (45, 77, 39), dtype=dtype, device=device)
         made[name][0, column] = torch.inf
@@ -182,7 +182,7 @@ def test_biases(fused_mlp, device, implementation, function, dtype):
 
 @pytest.mark.parametrize("repetition", range(3))
 def test_any_call(fused_mlp, device, implementation, repetition):
-    """Function, shapes, dtype, activation, layouts and biases drawn together."""
+    """Calls with random combinations of function, shapes, dtype, activation, layouts and biases are right."""
     draw = random.Random(torch.initial_seed())
     for _ in range(40):
         function = draw.choice(tuple(FUNCTIONS))
@@ -190,7 +190,7 @@ def test_any_call(fused_mlp, device, implementation, repetition):
         sizes = tuple(draw.choice([1, 2, 3, 8, 15, 16, 17, 31, 64, 100, 129, 192]) for _ in range(3))
         made = operands(function, lead, sizes, dtype=draw.choice(DTYPES), device=device, biases=draw.random() < 0.5)
         made = {name: draw.choice([*LAYOUTS, lambda tensor: tensor])(operand) for name, operand in made.items()}
-        # The roundings are few here, and those of an expanded operand are the same many times over.
+        # The few roundings here repeat many times in an expanded operand.
         check(fused_mlp, implementation, function, made, draw.choice(ACTIVATIONS), chance=12.0)
 
 
@@ -276,7 +276,7 @@ def test_uninitialised_memory_does_not_show(fused_mlp, device, implementation, f
 
 @functions
 def test_threads(fused_mlp, device, implementation, function):
-    """Calls from several threads at a time."""
+    """Concurrent calls from several threads are right."""
     made = [operands(function, (33,), (128, 192, 128), device=device) for _ in range(8)]
     expected = [call(fused_mlp, implementation, function, operands, "silu") for operands in made]
     with fused_mlp.backend(implementation), ThreadPoolExecutor(8) as pool:
@@ -290,18 +290,18 @@ def test_threads(fused_mlp, device, implementation, function):
 @dtypes
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_extreme_values(fused_mlp, device, implementation, activation, dtype):
-    """Computed in float32 and rounded once: overflow, NaN and zeros are where that puts them."""
+    """Overflow, NaN and zeros appear as computed in float32 and rounded once."""
     values = torch.tensor(special_values.SPECIAL, device=device).to(dtype)
     gate, up = (grid.repeat(1, 3) for grid in torch.meshgrid(values, values, indexing="ij"))
     result = call(fused_mlp, implementation, "act_and_mul", {"gate": gate, "up": up}, activation)
     act = reference.FORMULAS[activation].eager
     if machine.takes(implementation, dtype):
-        # The activation from float64: PyTorch's gelu of infinity is a NaN on CPUs in float32.
+        # The activation is from float64: PyTorch's float32 gelu of infinity is a NaN on CPUs.
         expected = (act(gate.double()).float() * up.float()).to(dtype)
     else:
         expected = act(gate) * up
     info = torch.finfo(dtype)
-    # Ties of subnormal numbers may round either way, and the last bits of float32's own may differ.
+    # Ties of subnormal numbers may round either way, and the last bits of float32's may differ.
     atol = max(info.smallest_normal * info.eps, 1e-44)
     torch.testing.assert_close(result, expected, rtol=2 * info.eps, atol=atol, equal_nan=True)
 
@@ -316,7 +316,7 @@ def test_extreme_gradients(fused_mlp, device, implementation, activation, dtype,
 @pytest.mark.skipif(machine.device_type() != "cpu", reason="GPUs take no longer for subnormal numbers")
 @pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh"])
 def test_no_traces_of_which_products_are_subnormal(fused_mlp, activation):
-    """A CPU takes up to a hundred times as long for those, and eager has zero there."""
+    """The ops give zero for subnormal products, as eager does: these take a CPU up to a hundred times as long."""
     gate = torch.linspace(-16, 16, 4096).reshape(2, 2048).requires_grad_()
     up = torch.ones(2, 2048)
     with fused_mlp.backend("cpu"):
@@ -331,7 +331,7 @@ def test_no_traces_of_which_products_are_subnormal(fused_mlp, activation):
 @dtypes
 @pytest.mark.parametrize("function", ["linear", "gated_linear", "gated_mlp", "mlp"])
 def test_extreme_rows(fused_mlp, device, implementation, function, dtype, special):
-    """A row of x that overflows does so as in eager PyTorch, and the other rows know nothing of it."""
+    """A row of x that overflows does so as in eager PyTorch, without effect on other rows."""
     made = operands(function, (9,), dtype=dtype, device=device)
     made["x"][4, 3] = special
     result = call(fused_mlp, implementation, function, made, "silu")
@@ -356,7 +356,7 @@ def test_a_special_value_in_a_bias_or_weight_is_seen(fused_mlp, device, implemen
 @pytest.mark.parametrize("up", [1, 0, 2], ids=["up follows", "gate follows", "a gap between"])
 @pytest.mark.parametrize("biases", ["none", "halves", "apart"])
 def test_gate_and_up_that_are_halves_of_one_weight(fused_mlp, device, up, biases):
-    """The result is that of weights which lie anywhere; on a CPU such halves are one product."""
+    """Gate and up as halves of one weight give the same result as separate weights; on a CPU they are one product."""
     gate = 1 if up == 0 else 0
     x, down = torch.randn(5, 24, device=device), torch.randn(24, 40, device=device)
     weights, packed = torch.randn(3, 40, 24, device=device), torch.randn(3, 40, device=device)

@@ -1,4 +1,4 @@
-"""The compiled ops by themselves: operands that do not fit raise an error, and are never read."""
+"""The compiled ops reject operands that do not fit with an error, and never read them."""
 
 import sys
 
@@ -18,12 +18,12 @@ def ops(fused_mlp):
 
 
 def good(op, device):
-    """Operands in the op's order, all biases among them."""
+    """Returns valid operands in the op's order, including all biases."""
     return reference.operands(op, (3,), SIZES, device=device)
 
 
 def faults(name, operand):
-    """The operand with one fault at a time, and what is wrong with it."""
+    """Yields the operands with one fault at a time, and its description."""
     if name == "x":
         return [(operand[..., :-1], "too narrow"), (operand[0, 0], "a scalar")]
     made = [(operand.bfloat16(), "of another dtype"), (operand[None], "of one dimension more")]

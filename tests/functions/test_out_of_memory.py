@@ -1,6 +1,6 @@
-"""If memory runs out, the error is torch's own: callers tell it from others by its class and its words.
+"""Out of memory, the functions raise torch's own error, which callers recognise by class and message.
 
-This file is a program too, run in a process of its own: whatever came behind would find no memory.
+This file is also a program, run in its own process: later tests would find no memory.
 """
 
 import json
@@ -16,13 +16,13 @@ import torch.nn.functional as F
 import forks
 import machine
 
-ROWS, FEATURES, HIDDEN = 20_000, 64, 8_000  # hidden values take 320 MB
+ROWS, FEATURES, HIDDEN = 20_000, 64, 8_000  # the hidden values take 320 MB
 ROOM = 200 << 20
-NEEDS_LESS = {"gated_mlp"} if machine.device_type() == "cpu" else ()  # hidden values of some rows at a time
+NEEDS_LESS = {"gated_mlp"} if machine.device_type() == "cpu" else ()  # holds some rows' hidden values
 
 
 def allow_no_more() -> None:
-    """Leaves this process so much room."""
+    """Limits the further memory of this process to ROOM."""
     if machine.device_type() == "cuda":
         torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties(0).total_memory
@@ -37,7 +37,7 @@ def random(*size):
 
 
 def forwards(fused_mlp):
-    """By name: a call, and the same by torch."""
+    """Returns pairs of calls by name: ours and torch's."""
     x, gate, up, down = random(ROWS, FEATURES), *(random(HIDDEN, FEATURES) for _ in range(2)), random(FEATURES, HIDDEN)
     followed, wide = x.clone().requires_grad_(), random(1, HIDDEN).expand(ROWS, -1)
 
@@ -56,7 +56,7 @@ def forwards(fused_mlp):
 
 
 def backwards(fused_mlp):
-    """The same of a backward whose forward found room."""
+    """Returns the same for a backward whose forward had enough memory."""
     made = {"dtype": torch.bfloat16, "device": machine.device_type(), "requires_grad": True}
     gate, up = (torch.ones(ROWS, HIDDEN, **made) for _ in range(2))
     both = fused_mlp.act_and_mul(gate, up, "silu"), F.silu(gate) * up

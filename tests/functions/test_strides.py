@@ -1,4 +1,4 @@
-"""Results lie in memory as eager's do, whatever the operands' strides: a view behind a call works fused as unfused."""
+"""Results have eager's strides for any strides of the operands, so that a later view works as unfused."""
 
 import importlib
 import random
@@ -17,7 +17,7 @@ PRODUCTS = [name for name in FUNCTIONS if name != "act_and_mul"]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("repetition", range(4))
 def test_any_product(fused_mlp, device, implementation, repetition, dtype):
-    """Values and strides, of results and gradients, as those of the eager operations."""
+    """Products have the values and strides of the eager operations' results and gradients."""
     draw = random.Random(torch.initial_seed())
     for _ in range(200):
         layouts.check_product(fused_mlp, implementation, draw, device, dtype)
@@ -25,7 +25,7 @@ def test_any_product(fused_mlp, device, implementation, repetition, dtype):
 
 @pytest.mark.parametrize("repetition", range(2))
 def test_any_product_of_fake_tensors(fused_mlp, device, repetition):
-    """The strides that torch.compile is told are those that the ops return."""
+    """The strides that torch.compile is told match those of the results."""
     strides = importlib.import_module(f"{fused_mlp.__name__}.backends.strides")
     table = importlib.import_module(f"{fused_mlp.__name__}.activations")
     draw = random.Random(torch.initial_seed())
@@ -44,7 +44,7 @@ def test_any_product_of_fake_tensors(fused_mlp, device, repetition):
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("activation", ["silu", "relu2"])
 def test_compiled(fused_mlp, device, implementation, activation, training):
-    """Inductor checks that each op returns the strides it was told of."""
+    """Inductor's check of each op's strides passes."""
     torch.compiler.reset()
     shape = (2, 6, 5, 3)
     gate = torch.randn(shape, device=device).to(memory_format=torch.channels_last)
@@ -68,7 +68,7 @@ def test_compiled(fused_mlp, device, implementation, activation, training):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("function", PRODUCTS)
 def test_any_input(fused_mlp, device, implementation, function, dtype):
-    """However a layer's input lies, the result has eager's strides, which are contiguous."""
+    """A layer's result has eager's contiguous strides for any strides of the input."""
     draw = random.Random(torch.initial_seed())
     for _ in range(60):
         shape = layouts.drawn_shape(draw, draw.randint(1, 4))

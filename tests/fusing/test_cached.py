@@ -1,4 +1,4 @@
-"""Modules of experts whose op was decided: every change of what decided it is seen at the next call."""
+"""Modules of experts with a cached choice of op see every change of what it depends on at the next call."""
 
 import copy
 import gc
@@ -15,7 +15,7 @@ import mixtures
 
 
 def built(device):
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # in float32 no kernel of a GPU takes experts
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # no GPU kernel takes float32 experts
     model = mixtures.build("mixtral", dtype, num_hidden_layers=1).to(device)
     model.set_experts_implementation("eager")
     return model
@@ -106,7 +106,7 @@ def assert_near(got, expected):
 
 
 def calls(module):
-    """The result of a module, by what is asked of it and by what was then decided."""
+    """Returns the module's result, which must be the same before and after its op is cached."""
     weight = module._parameters["gate_up_proj"]
     x, index, weights = given(weight.device)
     with torch.no_grad():
@@ -135,7 +135,7 @@ def test_changes(fused_mlp, device, functions, change):
 
 
 def test_patches(fused_mlp, device, monkeypatch):
-    """The class, the class of its activation and functions of torch may be patched."""
+    """Cached experts follow patches of their class, of their activation's class and of torch's functions."""
     model = built(device)
     fused_mlp.fuse_mlps(model)
     module = group(model)
@@ -180,7 +180,7 @@ def test_what_trains_on_a_cpu_is_asked_nothing(fused_mlp, device, monkeypatch):
 
 @pytest.mark.parametrize("kernelized", [False, True])
 def test_it_is_decided_once(fused_mlp, device, monkeypatch, kernelized):
-    """The second call asks nothing of what the first one did; and nobody keeps a module for it.
+    """A second call reuses the cached choice, and the cache does not keep the module alive.
 
     kernelize binds the forward of its class to an activation that it has no kernel for.
     """
@@ -194,7 +194,7 @@ def test_it_is_decided_once(fused_mlp, device, monkeypatch, kernelized):
         del act
     names = ("cached", "proofs")
     cached, experts = (sys.modules[f"{fused_mlp.__name__}.models.experts.{name}"] for name in names)
-    gc.collect()  # what other tests have left
+    gc.collect()  # garbage from other tests
     before = len(cached._known)
     expected = calls(group(model))
     assert len(cached._known) == before + 1

@@ -1,4 +1,4 @@
-"""A fused module is changed between two calls, in every way there is: the next call sees it, as unfused ones do."""
+"""Every kind of change to a fused module between two calls takes effect at the next call, as in an unfused one."""
 
 import copy
 from collections import OrderedDict
@@ -35,7 +35,7 @@ def doubled(self, *args):
 
 
 def with_forward_of_another(part):
-    """Gives a part the forward of another module of its class, which has other weights or options."""
+    """Gives a part the forward of another module of its class with other weights or options."""
     other = copy.deepcopy(part)
     for parameter in other.parameters():
         parameter.data.mul_(2)
@@ -49,7 +49,7 @@ def hook(register, result):
 
 
 def replaced_hooks(part):
-    """The dictionary itself is another one."""
+    """Replaces the dictionary of hooks itself."""
     part._forward_hooks = OrderedDict({0: lambda module, args, output: 3 * output})
 
 
@@ -58,11 +58,11 @@ def new_data(part):
 
 
 def with_bias_of(*shape):
-    """Shapes that torch broadcasts; None stands for the features."""
+    """Sets a bias of a shape that torch broadcasts; None stands for the number of features."""
 
     def change(part):
         sizes = [part.weight.shape[0] if size is None else size for size in shape]
-        # A norm behind it takes out what is one for all features: of a gradient nothing is left but roundings.
+        # A norm after the layer cancels a bias equal for all features: its gradient is only rounding errors.
         part.bias = nn.Parameter(torch.randn(sizes), requires_grad=None in shape)
 
     return change
@@ -108,7 +108,7 @@ def without_bias(part):
 
 
 def with_another_weight(part):
-    """Python finds what a module itself holds before its parameters."""
+    """Sets an attribute on the instance, which Python finds before the parameters."""
     part.__dict__["weight"] = 3 * part.weight.detach()
 
 
@@ -155,12 +155,12 @@ OF_PROJECTIONS = {
 
 
 def owner(module, path):
-    """The module that holds a part, and the part's name there."""
+    """Returns the module that holds a part, and the part's name in it."""
     path, _, name = path.rpartition(".")
     return module.get_submodule(path), name
 
 
-# Changes to the module itself; the last projection and the activation by name.
+# Changes to the module itself; the last projection and the activation are given by name.
 OF_MODULES = {
     **{
         name: lambda module, last, act, wrap=wrap: setattr(*owner(module, last), wrap(module.get_submodule(last)))
@@ -193,7 +193,7 @@ OF_MODULES = {
 
 
 def outcomes(module, x):
-    """Result and gradients, and the result without autograd; an error's type where there is one."""
+    """Returns the result without autograd, the result and the gradients, or the kind of error."""
     torch.manual_seed(0)
     try:
         with torch.no_grad():
@@ -201,7 +201,7 @@ def outcomes(module, x):
         given = x.clone().requires_grad_()
         result = module(given)
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        # Weighted: a norm at the end makes the sum of the squares of its outputs a constant.
+        # A norm at the end makes the unweighted sum of squares of its outputs constant.
         scale = torch.linspace(1, 2, result.shape[-1], device=x.device)
         gradients = torch.autograd.grad(
             (result.float() * scale).square().sum(), [given, *parameters], allow_unused=True
@@ -216,7 +216,7 @@ def plain(tensor):
 
 
 def changed_alike(fused_mlp, way, kind, device, change):
-    """A module and a fused one, both run before and after the same change."""
+    """Asserts that a module and its fused copy agree before and after the same change."""
     model = kind(bias=True).to(device).eval()
     fused = fuse(fused_mlp, way, copy.deepcopy(model))
     x = x_of(device)
@@ -225,7 +225,7 @@ def changed_alike(fused_mlp, way, kind, device, change):
     alike(change, model, fused)
     model, fused = model.to(device), fused.to(device)
     dtype = next(model.parameters(), x).dtype
-    # Behind a norm, a gradient in bfloat16 is what is left of larger terms: eager's own error is up to 0.026.
+    # Behind a norm, a bfloat16 gradient is the small difference of larger terms: eager's own error is up to 0.026.
     x, tolerance = x.to(dtype), 6e-2 if dtype is torch.bfloat16 else 1e-4
     got, expected = outcomes(fused, x), outcomes(model, x)
     if isinstance(expected, bool) or isinstance(got, bool):
@@ -292,7 +292,7 @@ def test_other_modules_in_the_place_of_halves(fused_mlp, device, names):
 
 @pytest.mark.parametrize("kind", [Halves, Intermediate, Output], ids=lambda kind: kind.__name__)
 def test_a_class_patched_later(fused_mlp, device, monkeypatch, kind):
-    """The method of the parent, or the forward of a half."""
+    """A fused MLP follows a later patch of its parent's method or of the forward of a half."""
     name = "feed_forward_chunk" if kind is Halves else "forward"
     original = getattr(kind, name)
     module = Halves().to(device).eval()
@@ -303,7 +303,7 @@ def test_a_class_patched_later(fused_mlp, device, monkeypatch, kind):
 
 
 def test_an_option_of_the_activation(fused_mlp, device):
-    """GELU's form is an attribute."""
+    """A fused MLP follows a later change of GELU's `approximate` attribute."""
 
     def other_form(module):
         module.act_fn.approximate = "tanh"

@@ -1,5 +1,5 @@
-"""A question of compiled code to Python's objects may raise anywhere: an error that is set is raised or answered, not
-dropped, and no result comes with one."""
+"""Any Python object that the compiled code queries may raise: the error propagates or is handled, is never dropped, and
+never accompanies a result."""
 
 import contextlib
 import importlib
@@ -39,7 +39,7 @@ SETTINGS = (
     *("known_by", "ops", "is_narrowed", "parts", "is_inference", "quiet", "autocast", "composed", "modes"),
     *("is_negated", "empty_like", "is_profiled"),
 )
-ANSWER = TypeError  # the usual way is taken then
+ANSWER = TypeError  # the call then falls back to the usual path
 ERRORS = (ANSWER, KeyError, KeyboardInterrupt)
 MODES = {
     "no_grad": torch.no_grad,
@@ -63,7 +63,7 @@ def fused_pairs(fused_mlp, device):
 
 
 class Raising:
-    """The callables in a setting, which raise from some call on."""
+    """Wraps the callables in a setting to raise after a number of calls."""
 
     def __init__(self, error, calls):
         self.error, self.calls = error, calls
@@ -90,7 +90,7 @@ class Raising:
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("mode", MODES)
 def test_settings_that_raise(fused_mlp, device, shortcut, mode, error):
-    """Errors that are answers lead to the usual way, all others to who has called."""
+    """Errors that count as answers fall back to the usual path; all others reach the caller."""
     raised = set()
     for module, fused in fused_pairs(fused_mlp, device):
         x = x_of(device).requires_grad_(mode == "grad")
@@ -108,7 +108,7 @@ def test_settings_that_raise(fused_mlp, device, shortcut, mode, error):
 
 
 class Hostile:
-    """Raises, whatever it is asked."""
+    """Raises on every access and operation."""
 
     def __getattribute__(self, name):
         raise KeyError(name)
@@ -134,11 +134,11 @@ def hostile_tensor():
     return torch.zeros(3).as_subclass(HostileTensor)
 
 
-HOSTILE = (Hostile, of_hostile_class, hostile_tensor)  # made in a test: who collects tests looks at what a module holds
+HOSTILE = (Hostile, of_hostile_class, hostile_tensor)  # built per test, since pytest inspects module attributes
 
 
 def replaced(arguments):
-    """The arguments with one tensor or module after the other replaced by something hostile."""
+    """Yields the arguments with each tensor or module in turn replaced by something hostile."""
     for place, given in enumerate(arguments):
         if isinstance(given, (torch.Tensor, nn.Module)):
             for hostile in HOSTILE:
@@ -151,7 +151,7 @@ def replaced(arguments):
 @pytest.mark.parametrize("name", ENTRIES)
 @pytest.mark.parametrize("with_grad", [False, True], ids=["no_grad", "grad"])
 def test_hostile_arguments(fused_mlp, device, shortcut, monkeypatch, name, with_grad):
-    """A SystemError is how Python says that an error was dropped, or a result came with one."""
+    """Hostile arguments never cause a SystemError, Python's sign of a dropped error or a result with an error."""
     taken, entry = [], getattr(shortcut.plain, name)
     monkeypatch.setattr(shortcut.plain, name, lambda *given: (taken.append(given), entry(*given))[1])
     for _, fused in fused_pairs(fused_mlp, device):
@@ -172,7 +172,7 @@ def test_hostile_arguments(fused_mlp, device, shortcut, monkeypatch, name, with_
 
 @pytest.mark.parametrize("make", [object, str, int, *HOSTILE], ids=lambda make: make.__name__)
 def test_what_is_no_input(fused_mlp, device, make):
-    """The error is what the original raises."""
+    """An invalid input raises the same error as in the original module."""
     given = make()
     for module, fused in fused_pairs(fused_mlp, device):
         outcomes = []
@@ -180,4 +180,4 @@ def test_what_is_no_input(fused_mlp, device, make):
             with torch.no_grad(), pytest.raises(Exception) as raised:
                 each(given)
             outcomes.append(raised.type)
-        assert outcomes[0] is outcomes[1] or make in HOSTILE  # which raises, by whomever it is asked
+        assert outcomes[0] is outcomes[1] or make in HOSTILE  # hostile inputs raise wherever they are used

@@ -1,4 +1,4 @@
-"""Modes that watch or change the functions of torch, and every module, also watches and changes fused modules."""
+"""Modes, patches and global hooks that watch or change torch's functions act on fused modules too."""
 
 import contextlib
 import copy
@@ -44,7 +44,7 @@ class Dropping(nn.Module):
 
 
 class DroppingBetween(nn.Module):
-    """The same parts, in a method that names them."""
+    """The parts of Dropping in a method that names them."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 class FunctionMode(TorchFunctionMode):
-    """Doubles what linear layers and activations give, and remembers their names."""
+    """Doubles the results of linear layers and activations, and records their names."""
 
     def __init__(self):
         self.seen = []
@@ -73,7 +73,7 @@ class FunctionMode(TorchFunctionMode):
 
 
 class DispatchMode(TorchDispatchMode):
-    """The same for operations of ATen."""
+    """Does the same for ATen operations."""
 
     def __init__(self):
         super().__init__()
@@ -121,7 +121,7 @@ def part_of(module):
 @pytest.mark.parametrize("memory", ["activations", "recompute"])
 @pytest.mark.parametrize("function", [name for name in reference.FUNCTIONS if name != "act_and_mul"])
 def test_counting_of_operations_of_functions(fused_mlp, device, function, memory):
-    """For every choice of gradients, what is counted of torch's operations; what is made again comes on top."""
+    """The ops count as many operations as torch's for every choice of gradients, plus those of recomputation."""
     given = reference.operands(function, (2, 3), (8, 12, 6), device=device)
     options = {} if function == "linear" else {"memory": memory}
     again = 0 if function == "linear" or memory == "activations" else flops(lambda: first_layer(given, device))
@@ -134,7 +134,7 @@ def test_counting_of_operations_of_functions(fused_mlp, device, function, memory
             operand.requires_grad_(name in wanted)
         leaves = [given[name] for name in wanted]
         got, expected = (flops(lambda call=call, of=leaves: differentiated(call(), of)) for call in calls)
-        alone = {*wanted} <= {"fc2_bias", "down_bias"}  # nothing is needed from before
+        alone = {*wanted} <= {"fc2_bias", "down_bias"}  # these need no hidden values
         assert expected > 0 and got == expected + (0 if alone else again), wanted
 
 
@@ -145,7 +145,7 @@ def flops(call):
 
 
 def first_layer(given, device):
-    """The products that are made again."""
+    """Computes the products that are recomputed."""
     weights = [each for name, each in given.items() if name.endswith("weight") and each.shape[1] == 8]
     return [F.linear(given["x"].detach(), weight.detach()) for weight in weights]
 
@@ -180,7 +180,7 @@ def products_in_bfloat16():
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("kind", [*KINDS, Halves, OwnBlock])
 def test_products_of_float32_in_bfloat16(fused_mlp, kind, when, with_grad):
-    """The reductions that torch may do to float32 on a CPU is done to fused models too, and to no other dtype."""
+    """Fused models narrow float32 products on a CPU as torch may, and only float32."""
     module = kind().eval()
     fused = copy.deepcopy(module)
     with products_in_bfloat16() if when == "before" else contextlib.nullcontext():
@@ -191,7 +191,7 @@ def test_products_of_float32_in_bfloat16(fused_mlp, kind, when, with_grad):
         assert_close(fused(x), exact)
         with products_in_bfloat16():
             narrowed = module(x)
-            # `act(gate) * up` is a kernel's: what rounds in another way there may be rounded to another bfloat16.
+            # A kernel computes `act(gate) * up`: values that it rounds otherwise may become another bfloat16.
             assert (fused(x) - narrowed).abs().max() <= (narrowed - exact).abs().max() / 4 + 1e-6
             assert "bfloat16" in str(fused_mlp.explain(fused))
         assert "bfloat16" not in str(fused_mlp.explain(fused))
@@ -201,7 +201,7 @@ def test_products_of_float32_in_bfloat16(fused_mlp, kind, when, with_grad):
 
 @pytest.mark.skipif(machine.device_type() != "cpu", reason="on a GPU all products of float32 are torch's")
 def test_mixtures_with_products_of_float32_in_bfloat16(fused_mlp):
-    """Experts that are cached, and their router."""
+    """Cached experts and their router follow torch's precision of float32 products."""
     model = mixtures.build("mixtral")
     fused, ids = copy.deepcopy(model), torch.randint(3, 30, (2, 9))
     assert fused_mlp.fuse_mlps(fused).fused
@@ -227,7 +227,7 @@ def test_functions_with_products_of_float32_in_bfloat16(fused_mlp, function, com
 
 
 def test_a_default_device_changes_nothing(fused_mlp, device):
-    """It is a mode too, but one that concerns new tensors alone."""
+    """A default device is a mode that affects only new tensors, so modules stay fused."""
     fused = Gated().to(device)
     fused_mlp.fuse_mlps(fused)
     with torch.device(device):
@@ -244,7 +244,7 @@ def doubled_under_its_name(function):
     return functools.wraps(function)(doubled(function))
 
 
-# The functions that are patched, and modules which call them.
+# The patched functions, and modules that call them.
 PATCHED = [
     (F, "linear", Gated),
     (F, "linear", Plain),
@@ -271,8 +271,8 @@ PATCHED = [
     (nn.Identity, "forward", Dropping),
     (F, "silu", OfFunctions),
     (Conv1D, "forward", TransposedPlain),
-    (FalconLinear, "forward", OwnLinears),  # which stands for torch's
-    (torch, "addmm", TransposedPlain),  # which those layers call
+    (FalconLinear, "forward", OwnLinears),  # a stand-in for torch's
+    (torch, "addmm", TransposedPlain),  # Conv1D calls it
     (nn.Dropout, "forward", TransposedPlain),
 ]
 
@@ -281,7 +281,7 @@ PATCHED = [
 @pytest.mark.parametrize("patched", [doubled, doubled_under_its_name])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_patched_functions(fused_mlp, device, monkeypatch, home, name, make, when, patched):
-    """Before the module is fused or after: what is in its place is called."""
+    """A function patched before or after fusing is called."""
     module = make().to(device).eval()
     x = x_of(device)
     with torch.no_grad():
@@ -315,7 +315,7 @@ HOOKS = {
 @ways
 @pytest.mark.parametrize("hook", HOOKS)
 def test_global_hooks(fused_mlp, device, way, kind, hook):
-    """Each part is seen, in the same order as unfused."""
+    """Global hooks see each part, in the same order as unfused."""
     module = kind().to(device).eval()
     fused = fuse(fused_mlp, way, copy.deepcopy(module))
     sequences = []

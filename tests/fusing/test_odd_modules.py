@@ -1,4 +1,4 @@
-"""Models that contain what cannot be read, or fused: it is left with a reason, the rest is fused."""
+"""Modules that cannot be read or fused are left with a reason, and the rest of the model is fused."""
 
 import copy
 import functools
@@ -31,7 +31,7 @@ def with_forward(forward):
 
 
 class Grumpy(Gated):
-    """Nothing can be set on it from outside."""
+    """Rejects attributes set after construction."""
 
     ready = False
 
@@ -82,7 +82,7 @@ def test_what_is_odd_is_left_and_the_rest_is_fused(fused_mlp, device, odd):
 
 
 def test_lazy_modules(fused_mlp, device):
-    """They have no weights yet, and are right when they have."""
+    """Lazy modules are fused before their weights exist, and compute the right result once they do."""
     model = nn.Sequential(lazy(), nn.LazyLinear(8), nn.LazyBatchNorm1d(), Plain(sizes=(8, 16, 32))).to(device)
     report = fused_mlp.fuse_mlps(model)
     assert [entry.path for entry in report.modules] == ["0", "3"]
@@ -120,7 +120,7 @@ def test_an_error_that_nobody_foresaw(fused_mlp, device, monkeypatch):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
 def test_an_interrupted_call_changes_nothing(fused_mlp, device, monkeypatch, error):
-    """Modules that an earlier call has fused stay fused, too."""
+    """An interrupted call restores every module, and keeps those fused that an earlier call fused."""
     verification = importlib.import_module(f"{fused_mlp.__name__}.models.verification")
     model = nn.Sequential(Gated(), Plain(), Intermediate(sizes=(32, 32))).to(device)
     fused_mlp.fuse_mlps(model[0])
@@ -132,7 +132,7 @@ def test_an_interrupted_call_changes_nothing(fused_mlp, device, monkeypatch, err
         return None
 
     monkeypatch.setattr(verification.Verification, "disagreement", interrupted)
-    if error is MemoryError:  # an Exception: one module's
+    if error is MemoryError:  # an Exception affects only one module
         assert [entry.path for entry in fused_mlp.fuse_mlps(model).fused] == ["0", "1"]
         return
     with pytest.raises(error):
@@ -141,7 +141,7 @@ def test_an_interrupted_call_changes_nothing(fused_mlp, device, monkeypatch, err
     assert fused_mlp.explain(model[0]).implementation == "fused"
 
 
-# Wrappers that hand attributes on.
+# Wrappers that forward attribute lookups.
 
 
 class Forwarding(nn.Module):
@@ -175,7 +175,7 @@ HANDING_ON = {
 @pytest.mark.parametrize("wrapper", HANDING_ON)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_wrappers_that_hand_attributes_on(fused_mlp, device, wrapper, when):
-    """They are not what they wrap, which alone is fused."""
+    """The wrapped module is fused; the wrapper, which forwards attribute lookups to it, is not."""
     module = Gated().to(device)
     plain, x = copy.deepcopy(module), torch.randn(3, 32, device=device)
     if when == "after":
@@ -191,7 +191,7 @@ def test_wrappers_that_hand_attributes_on(fused_mlp, device, wrapper, when):
     assert not any(f"{fused_mlp.__name__}_fused" in vars(each) for each in model.modules())
 
 
-# Attributes with code of their own, which is not run.
+# Attributes with code of their own, which must not run.
 
 
 RAN = []
@@ -212,7 +212,7 @@ def with_code(kind, *names, **more):
 
 
 class Asking(Gated):
-    """Reads attributes that may be anything."""
+    """Reads attributes whose values may be any object."""
 
     def forward(self, x):
         if self.option:

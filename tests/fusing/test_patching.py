@@ -28,7 +28,7 @@ def codes(report):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models(fused_mlp, device, name):
-    """Outputs and gradients of the fused model, and the report."""
+    """A fused model keeps its outputs, gradients and state, and the report lists its MLPs."""
     model, inputs = build(name, device)
     before = outcome(model, inputs)
     state = {key: value.clone() for key, value in model.state_dict().items()}
@@ -38,7 +38,7 @@ def test_models(fused_mlp, device, name):
         torch.testing.assert_close(model(**inputs)[0], before[0], rtol=1e-3, atol=1e-5)
 
     class_name, count, pattern = MODELS[name][3]
-    # Beside these there are the ends of attention.
+    # The report also has the ends of attention.
     mlps = [fused for fused in report.fused if not fused.pattern.startswith("linear with residual")]
     assert len(mlps) == count
     for fused in mlps:
@@ -79,7 +79,7 @@ def test_a_fused_model_compiles(fused_mlp, device, name):
 
 
 def test_a_projection_that_stays_in_float32(fused_mlp, device):
-    """T5 keeps `wo` in float32 where the model is in 16 bits, and casts before it."""
+    """T5, which keeps `wo` in float32 in a 16-bit model and casts before it, is fused in part."""
     model, inputs = build("T5 gated", device, torch.bfloat16)
     for block in model.encoder.block:
         block.layer[1].DenseReluDense.wo.float()
@@ -92,7 +92,7 @@ def test_a_projection_that_stays_in_float32(fused_mlp, device):
 
 
 class Written(TorchDispatchMode):
-    """Counts the elements of new matrices that are as wide, or as high, as ``x`` is wide: those of its projection."""
+    """Counts the elements of new matrices with the width of ``x`` in their shape, as in its projection's weight."""
 
     def __init__(self, x):
         super().__init__()
@@ -110,7 +110,7 @@ class Written(TorchDispatchMode):
 @pytest.mark.parametrize("trained", ["gate_up_proj.weight", "gate_up_proj.bias", "input", "all"])
 @pytest.mark.parametrize("rows", [5, 600], ids=["small", "large"])
 def test_packed_projections_in_training(fused_mlp, device, rows, trained):
-    """Values and gradients, and that the gradient of the packed weight is not put together from those of its halves."""
+    """Values and gradients match eager's; the packed weight's gradient is not assembled from those of its halves."""
     module = PackedGated(bias=True, sizes=(32, 256, 24)).to(device)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(trained in (name, "all"))
@@ -135,7 +135,7 @@ def test_packed_projections_in_training(fused_mlp, device, rows, trained):
 
 
 def test_report(fused_mlp, device):
-    """BERT: an MLP and the end of an attention in each layer. Its pooler, a layer and tanh, is no MLP."""
+    """The report on BERT lists an MLP and the end of attention per layer; its pooler, a layer and tanh, is no MLP."""
     model, _ = build("BERT", device)
     report = fused_mlp.fuse_mlps(model)
     parts = ("", ".attention.output")
@@ -144,7 +144,7 @@ def test_report(fused_mlp, device):
     first, *lines = str(report).splitlines()
     ends = "2 x linear with residual and norm"
     assert first == f"2 of 2 MLPs run in one call each, norm and residual included; {ends}"
-    assert [re.split(r" {2,}", line) for line in lines] == [  # alike modules share a line
+    assert [re.split(r" {2,}", line) for line in lines] == [  # similar modules share a line
         ["class", "pattern", "fused", "why not", "modules"],
         ["BertLayer", "plain in two modules with", "yes", "2: encoder.layer.*"],
         ["", "residual and norm"],
@@ -184,7 +184,7 @@ def test_what_is_no_module(fused_mlp, what):
 
 @pytest.mark.parametrize("of", ["a function", "another module"])
 def test_a_forward_of_its_own(fused_mlp, device, of):
-    """Also one of another module of the class, which computes with weights of its own."""
+    """A module with an overridden forward is left, also if it is that of another instance with other weights."""
     module, original = Gated().to(device), Gated().to(device).forward
     module.forward = original if of == "another module" else lambda x: 2 * original(x)
     x = torch.randn(2, 32, device=device)
@@ -204,7 +204,7 @@ def test_a_forward_of_its_own(fused_mlp, device, of):
 )
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_projection_that_is_more_than_its_weight_is_called(fused_mlp, device, way, kind, wrapper, index, when):
-    """Wrapped before or after fusing: how far to fuse is decided by what the projection is at the call."""
+    """A wrapped projection is called, whether wrapped before or after fusing: the extent is decided at each call."""
     module, x, name = kind(bias=True).to(device), torch.randn(3, 32, device=device), PROJECTIONS[kind][index]
     unwrapped = module(x).detach()
 
@@ -228,21 +228,21 @@ def test_a_projection_that_is_more_than_its_weight_is_called(fused_mlp, device, 
         assert bool(CountingTensor.products) == (wrapper == "tensor subclass")
     explanation = fused_mlp.explain(module)
     assert explanation.implementation != "fused"
-    if "forward" in vars(module):  # what is left whole has a reason of its own
+    if "forward" in vars(module):  # a module left whole has another reason
         assert name in explanation.reason
         assert all(other not in explanation.reason for other in PROJECTIONS[kind] if other != name)
 
 
 class OwnProduct(nn.Linear):
-    """A linear layer that nobody knows."""
+    """A linear layer of an unknown class."""
 
     def forward(self, input):
         return input @ self.weight.T + self.bias
 
 
 def test_what_nothing_can_be_fused_of_is_left(fused_mlp, device):
-    """A plain MLP whose first layer has a product of its own would only be called in a longer way; of a gated one the
-    pointwise part is fused."""
+    """A plain MLP whose first layer has its own product is left, as fusing would only lengthen the call; in a gated one
+    the pointwise part is fused."""
     plain, gated = Plain().to(device), Gated(bias=True).to(device)
     plain.fc1, gated.gate_proj = OwnProduct(32, 88).to(device), OwnProduct(32, 88).to(device)
     report = fused_mlp.fuse_mlps(nn.ModuleList([plain, gated]))
@@ -270,14 +270,14 @@ def is_recorded_by_an_op(result):
 
 @pytest.mark.parametrize("least", [0, 1 << 20], ids=["op", "parts"])
 def test_dropout_is_kept_in_training(fused_mlp, device, monkeypatch, least):
-    """The first half is an op of its own, but for few hidden values on a CPU."""
+    """Active dropout is applied; the first half is an op of its own, except for few hidden values on a CPU."""
     bounds = sys.modules[f"{fused_mlp.__name__}.dispatch"].LEAST_RECORDED
     monkeypatch.setitem(bounds.get(torch.float32, {}), "gated_linear", least)
     module = WithDropout(0.5).to(device)
     plain = copy.deepcopy(module)
     assert fused_mlp.fuse_mlps(module).left[0].extent == "partly"
     x = torch.randn(2, 32, device=device, requires_grad=True)
-    for _ in range(2):  # at the second call the activation is known
+    for _ in range(2):  # the second call knows the activation
         results = alike(lambda each: each.train()(x), module, plain)
         torch.testing.assert_close(*results)
         torch.testing.assert_close(*(torch.autograd.grad(each.sum(), x, retain_graph=True) for each in results))
@@ -297,7 +297,7 @@ def test_dropout_of_zero_costs_nothing(fused_mlp, device):
 
 
 def test_functions_as_activations(fused_mlp, device):
-    """act_fn = F.silu, as some models have it."""
+    """Functions as activations, such as act_fn = F.silu, are fused."""
     for function in (F.silu, F.gelu, torch.relu, F.relu, torch.sigmoid):
         module = Gated(lambda function=function: function).to(device)
         x = torch.randn(2, 32, device=device)
@@ -307,7 +307,7 @@ def test_functions_as_activations(fused_mlp, device):
 
 
 def test_after_kernelize(fused_mlp, device):
-    """A forward that kernelize put there is somebody's own."""
+    """A forward that kernelize set counts as overridden."""
     module = Gated().to(device)
     module.forward = fused_mlp.layers.GatedMLP.forward.__get__(module)
     assert fused_mlp.fuse_mlps(module).fused == []
@@ -320,7 +320,7 @@ def doubled(self, input):
 
 @pytest.mark.parametrize("kind", [nn.GELU, nn.SiLU, QuickGELUActivation, NewGELUActivation])
 def test_code_of_an_activation_replaced_in_place(fused_mlp, device, monkeypatch, kind):
-    """IPython's autoreload does so where the source of a package changes."""
+    """A fused module follows new code of an activation, as IPython's autoreload sets it when a source file changes."""
     module, x = Plain(kind).to(device), torch.randn(3, 32, device=device)
     fused_mlp.fuse_mlps(module)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The short way takes the commonest calls; whatever it does not understand goes to forwards.fused."""
+"""The shortcut takes the commonest calls and passes all others to forwards.fused."""
 
 import contextlib
 import copy
@@ -42,7 +42,7 @@ def sequence_of_conv1d():
 
 
 def of_own_function():
-    """As in torch's decoder layer: the activation is an attribute, and no child."""
+    """Holds the activation as an attribute, not as a child, as torch's decoder layer does."""
     return Plain(lambda: F.gelu)
 
 
@@ -54,7 +54,7 @@ KINDS = [
 
 @pytest.fixture
 def long_way(fused_mlp, monkeypatch):
-    """The patterns of the calls that forwards.fused gets."""
+    """Collects the patterns of the calls that reach forwards.fused."""
     forwards = importlib.import_module(f"{fused_mlp.__name__}.models.running.forwards")
     taken, fused = [], forwards.fused
 
@@ -72,7 +72,7 @@ def fused_pair(fused_mlp, module, device):
 
 @contextlib.contextmanager
 def default_device():
-    """A mode sees every function of torch then, and changes those alone that make tensors from nothing."""
+    """Sets a default device: a mode that sees every torch function, but changes only those that create tensors."""
     with torch.no_grad(), torch.device("meta"), torch.device(machine.device_type()):
         yield
         assert torch._C._len_torch_function_stack() == 2 and torch._C._is_torch_function_mode_enabled()
@@ -82,7 +82,7 @@ def default_device():
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, default_device])
 @pytest.mark.parametrize("kernelized", [False, True])
 def test_it_is_taken_in_inference(fused_mlp, device, long_way, kind, mode, kernelized):
-    """kernelize binds the forward of the class to every module for which it finds no kernel."""
+    """Inference takes the shortcut, also with forwards that kernelize bound to modules that it has no kernel for."""
     module, fused = fused_pair(fused_mlp, kind(), device)
     for part in fused.children() if kernelized else ():
         part.forward = part.forward
@@ -96,7 +96,7 @@ def test_it_is_taken_in_inference(fused_mlp, device, long_way, kind, mode, kerne
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_it_is_taken_under_autocast(fused_mlp, device, long_way, kind, dtype):
-    """Operands that autocast leaves as they are go into the op; others are cast as its products cast them."""
+    """The op gets operands that autocast keeps as they are, and others cast as autocast's products cast them."""
     module, fused = fused_pair(fused_mlp, kind(), device)
     module, fused = module.to(dtype), fused.to(dtype)
     long_way.clear()
@@ -112,7 +112,7 @@ def test_it_is_taken_under_autocast(fused_mlp, device, long_way, kind, dtype):
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_autocast_of_halves_of_unequal_sizes(fused_mlp, device, rows):
-    """One value of up is for all of gate; of more the product raises what it raises in the original."""
+    """A single value of up broadcasts to all of gate; other sizes raise the original's error."""
     module, fused = fused_pair(fused_mlp, Gated(), device)
     module.up_proj = nn.Linear(32, rows).to(device)
     fused.up_proj = copy.deepcopy(module.up_proj)
@@ -142,7 +142,7 @@ def test_the_option_of_gelu_is_read_at_each_call(fused_mlp, device, approximate)
 
 @pytest.mark.parametrize("rows", [2, 1, 3], ids=["even", "one", "odd"])
 def test_halves_of_a_packed_projection(fused_mlp, device, rows):
-    """An odd number of rows has no halves: the error is the original's."""
+    """A packed projection with an odd number of rows, which has no halves, raises the original's error."""
     module, fused = fused_pair(fused_mlp, PackedGated(bias=True, sizes=(32, 1, 32)), device)
     for each in (module, fused):
         each.gate_up_proj = nn.Linear(32, rows).to(device)
@@ -174,7 +174,7 @@ def test_it_is_taken_under_autograd(fused_mlp, device, long_way, kind):
 
 @pytest.fixture
 def pays_from(fused_mlp, device, monkeypatch):
-    """A function that says how large a trained MLP has to be to be an op, by a number that says it of this device."""
+    """Returns a function that sets the least size, in this device's measure, at which a trained MLP becomes an op."""
     dispatch = importlib.import_module(f"{fused_mlp.__name__}.dispatch")
 
     def set_least(least, gated, in_eval, dtype=torch.float32):
@@ -197,18 +197,18 @@ def test_small_ones_under_autograd_run_as_they_were_written(fused_mlp, device, p
     for other in {(False, False), (False, True), (True, False), (True, True)} - {(gated, in_eval)}:
         if device.type == "cuda" or other[0] != gated:
             pays_from(1 << 40, *other)
-    if kind in (Gated, PackedGated, Plain):  # the bounds of other kinds and modes do not concern it
+    if kind in (Gated, PackedGated, Plain):  # bounds of other kinds and modes do not apply
         assert type(fused(x).grad_fn) is type(op.grad_fn)
     pays_from(1 << 40, gated, in_eval)
-    output, expected = alike(lambda each: each(x), fused, module)  # with dropout
+    output, expected = alike(lambda each: each(x), fused, module)  # the same seed for dropout
     assert torch.equal(output, expected)
     assert type(output.grad_fn) is type(expected.grad_fn)
-    if kind is not Halves:  # which end with a norm
+    if kind is not Halves:  # Halves end with a norm
         assert type(op.grad_fn) is not type(expected.grad_fn)
 
 
 def called_within(names, call):
-    """The functions of Python that run inside of one of these names."""
+    """Returns the names of Python functions called inside functions of the given names."""
     found, open_frames = [], []
 
     def see(frame, event, _):
@@ -227,7 +227,7 @@ def called_within(names, call):
 
 
 def test_a_small_block_is_left_at_a_look(fused_mlp, device, pays_from):
-    """Where autograd follows, the size and the dtype of x tell: nobody asks whether an op would take it."""
+    """Under autograd, a small block is left by the size and dtype of x alone: no function is called to decide."""
     layer = llama(device)[0].model.layers[0].eval()
     assert fused_mlp.fuse_mlps(layer).fused
     x = torch.randn(1, 3, layer.hidden_size, device=device, requires_grad=True)
@@ -241,7 +241,7 @@ def test_a_small_block_is_left_at_a_look(fused_mlp, device, pays_from):
 
 @pytest.mark.parametrize("is_left", [False, True])
 def test_a_layer_with_its_mlp_inline_is_left_by_the_size_of_that(fused_mlp, device, pays_from, is_left):
-    """88 hidden values, and not four times the 32 inputs."""
+    """A layer with an inline MLP is left by that MLP's 88 hidden values, not by four times its 32 inputs."""
     layer = Decoder().to(device).eval()
     assert fused_mlp.fuse_mlps(layer).fused
     x = x_of(device).requires_grad_()
@@ -253,7 +253,7 @@ def test_a_layer_with_its_mlp_inline_is_left_by_the_size_of_that(fused_mlp, devi
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_bounds_are_of_the_work(fused_mlp, device, pays_from, gated):
-    """The work is 88 hidden values for each of 21 rows, on a GPU times 32 inputs."""
+    """The bound applies to the work: 88 hidden values for each of 21 rows, times 32 inputs on a GPU."""
     module, fused = fused_pair(fused_mlp, Gated() if gated else Plain(), device)
     work = 21 * 88 * (32 if device.type == "cuda" else 1)
     x = x_of(device).requires_grad_()
@@ -289,7 +289,7 @@ def test_an_activation_of_many_operations_is_not_left(fused_mlp, device, pays_fr
 
 @pytest.mark.parametrize("act", [nn.GELU, nn.ReLU])
 def test_one_layer_under_autograd(fused_mlp, device, long_way, act):
-    """It runs as its source, but on a CPU as an op where eager keeps the activation's input."""
+    """A single layer runs as its source, except as an op on a CPU if eager keeps the activation's input."""
     module, fused = fused_pair(fused_mlp, Intermediate(act), device)
     long_way.clear()
     x = x_of(device)
@@ -311,7 +311,7 @@ def test_one_layer_under_autograd(fused_mlp, device, long_way, act):
     ],
 )
 def test_layers_of_other_classes_that_change(fused_mlp, device, kind, first, part):
-    """Another weight, a hook, and dropout in training."""
+    """Layers of other classes follow a new weight, a hook and dropout in training."""
     module, fused = fused_pair(fused_mlp, kind(), device)
     x = x_of(device)
     for each in (module, fused):
@@ -325,7 +325,7 @@ def test_layers_of_other_classes_that_change(fused_mlp, device, kind, first, par
 
 
 def test_layers_that_add_a_bias_by_themselves(fused_mlp, device):
-    """Under autocast the bias alone decides the dtype: such a layer is called, also if it got the bias later."""
+    """A layer that adds its bias itself, even one set later, is called: under autocast the bias decides the dtype."""
     module, fused = fused_pair(fused_mlp, OwnLinears(), device)
     x = x_of(device)
     for each in (module, fused):
@@ -340,7 +340,7 @@ def test_layers_that_add_a_bias_by_themselves(fused_mlp, device):
 
 
 class Finding(Plain):
-    """Finds one of its children in a way of its own."""
+    """Looks up one of its children in its own way."""
 
     def __getattr__(self, name):
         found = super().__getattr__(name)
@@ -357,7 +357,7 @@ def test_attributes_are_what_the_class_finds(fused_mlp, device):
 
 
 class Product(nn.Module):
-    """A gate that comes from elsewhere."""
+    """A product with a gate from elsewhere."""
 
     def __init__(self):
         super().__init__()
@@ -368,7 +368,7 @@ class Product(nn.Module):
 
 
 def test_a_small_product_is_left(fused_mlp, device, monkeypatch):
-    """One kernel for two operations saves less than its call takes."""
+    """A small product is left: one kernel for two operations saves less than its call costs."""
     dispatch = importlib.import_module(f"{fused_mlp.__name__}.dispatch")
     pointwise = importlib.import_module(f"{fused_mlp.__name__}.models.running.pointwise")
     monkeypatch.setitem(dispatch.LEAST_PRODUCT, torch.float32, 65)

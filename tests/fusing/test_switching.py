@@ -1,4 +1,4 @@
-"""The state of a fused module beside what it held: its class stays; its copies, its life, its way back."""
+"""The state that fusing adds to a module, its class, which stays, its copies, its lifetime and its restoration."""
 
 import copy
 import functools
@@ -48,7 +48,7 @@ def test_restore(fused_mlp, device, name):
 
 
 def test_fused_twice(fused_mlp, device):
-    """As by a cell of a notebook that is run again: the second report is as good as the first."""
+    """Fusing twice, as a rerun notebook cell does, gives a second report as good as the first."""
     model, inputs = build("Llama", device)
     expected = outcome(model, inputs)
     first = fused_mlp.fuse_mlps(model)
@@ -62,7 +62,7 @@ def test_fused_twice(fused_mlp, device):
 
 
 def methods_of(module):
-    """The methods that a module itself holds, by name."""
+    """Returns the bound methods in a module's own dictionary, by name."""
     return {name: value for name, value in vars(module).items() if isinstance(value, MethodType)}
 
 
@@ -71,7 +71,7 @@ def methods_of(module):
 
 @pytest.mark.parametrize("kind", ALL)
 def test_what_stays(fused_mlp, device, kind):
-    """All, beside the methods that the module holds, bound to it, and a mark of this build's."""
+    """Fusing only adds methods bound to the module and this build's mark; everything else stays."""
     module = kind().to(device)
     before = type(module), dict(vars(module)), repr(module), list(module.state_dict())
     fused_mlp.fuse_mlps(module)
@@ -96,7 +96,7 @@ def test_equal_blocks_share_compiled_code(fused_mlp, device):
 
 
 def test_registries_of_classes(fused_mlp):
-    """diffusers looks blocks up by their exact class."""
+    """diffusers, which looks blocks up by their exact class, still finds a fused one."""
     hooks = pytest.importorskip("diffusers.hooks._helpers")
     kind = pytest.importorskip("diffusers.models.transformers.transformer_flux").FluxTransformerBlock
     block = kind(dim=32, num_attention_heads=2, attention_head_dim=16)
@@ -118,7 +118,7 @@ def test_parametrizations_that_are_removed(fused_mlp, device):
 
 
 def test_a_class_that_is_patched_later(fused_mlp, device, monkeypatch):
-    """The class's method counts, as it does for a module that was never fused; and again when it is patched back."""
+    """A fused module follows a patch of its class's forward, and its removal, as an unfused module does."""
     module = Gated().to(device)
     report = fused_mlp.fuse_mlps(module)
     x = torch.randn(3, 32, device=device)
@@ -140,7 +140,7 @@ def test_a_class_that_is_patched_later(fused_mlp, device, monkeypatch):
 
 
 def test_code_that_is_replaced_in_place(fused_mlp, device):
-    """As IPython's autoreload does: seen at the next call, and read when the model is fused again."""
+    """Code replaced in place, as by IPython's autoreload, takes effect at once, and is read when fused again."""
 
     class Reloaded(Gated):
         def forward(self, x, scale=1.0, *, shift=0.0):
@@ -200,7 +200,7 @@ PATCHES = {
 
 @pytest.mark.parametrize("patch", PATCHES)
 def test_whatever_a_class_is_patched_with(fused_mlp, device, monkeypatch, patch):
-    """An instance finds there what one that was never fused does, and gives it what it was given."""
+    """A fused module treats anything that its class is patched with as an unfused one does, with the same arguments."""
     module = Decoder().to(device).eval()
     plain = copy.deepcopy(module)
     assert fused_mlp.fuse_mlps(module).fused
@@ -220,7 +220,7 @@ def test_whatever_a_class_is_patched_with(fused_mlp, device, monkeypatch, patch)
 
 
 def test_a_method_that_is_patched_later(fused_mlp, device, monkeypatch):
-    """One that forward calls, of a class that it is inherited from."""
+    """A fused module follows a patch of a method that forward calls, in a base class that it inherits from."""
 
     class Child(Decoder):
         def feed(self, x):
@@ -255,7 +255,7 @@ class Other(Gated):
 
 @pytest.mark.parametrize("own", [False, True], ids=["inherited forward", "own forward"])
 def test_a_class_that_is_switched(fused_mlp, device, own):
-    """As FSDP and parametrizations switch it: a subclass has the fused forward, or what it puts in its place."""
+    """A module switched to a subclass, as by FSDP or parametrizations, runs the fused or the subclass's forward."""
     module = Gated().to(device)
     report = fused_mlp.fuse_mlps(module)
     kind = module.__class__ = Other if own else type("Sub", (Gated,), {})
@@ -282,13 +282,13 @@ def by_closure(module):
 
 @pytest.mark.parametrize("wrap", [by_accelerate, by_partial, by_closure])
 def test_a_wrapper_around_a_fused_method(fused_mlp, device, tell_ops, wrap):
-    """It stays; what it wraps is fused, and runs the original once it is restored."""
+    """A wrapper stays; the method that it wraps is fused, and runs the original once restored."""
     ops = []
     tell_ops(lambda name, given: ops.append(name))
     module, x = Gated().to(device).eval(), torch.randn(3, 32, device=device)
     expected = Gated.forward(module, x)
     report = fused_mlp.fuse_mlps(module)
-    module(x)  # the activation is known from then on
+    module(x)  # the first call learns the activation
     wrap(module)
     wrapper = module.forward
     is_seen = wrap is by_accelerate
@@ -328,8 +328,8 @@ def test_a_forward_that_is_set_later(fused_mlp, device):
 
 
 def test_a_bound_method_of_a_class_that_is_patched(fused_mlp, device, monkeypatch):
-    """A module holds the method of its class, as kernelize leaves it, and runs that one, whatever the class has: fused,
-    and given back."""
+    """A module that holds its class's method on the instance, as kernelize leaves it, runs that method however the
+    class is patched, both fused and restored."""
     module = Gated().to(device)
     module.forward = module.forward
     x = torch.randn(3, 32, device=device)
@@ -337,7 +337,7 @@ def test_a_bound_method_of_a_class_that_is_patched(fused_mlp, device, monkeypatc
     report = fused_mlp.fuse_mlps(module)
     assert report.fused and fused_mlp.explain(module).implementation == "fused"
     with monkeypatch.context() as patched:
-        patched.setattr(Gated, "forward", property(lambda self: nn.Identity()))  # which comes first, as in Python
+        patched.setattr(Gated, "forward", property(lambda self: nn.Identity()))  # a property comes first, as in Python
         assert module(x) is x
     monkeypatch.setattr(Gated, "forward", None)
     assert fused_mlp.explain(module).implementation == "fused"
@@ -354,7 +354,7 @@ class Scaled(Gated):
     def __init__(self):
         super().__init__()
         self.scale = 1.0
-        self.parent = [self]  # a copy has its own
+        self.parent = [self]  # a copy refers to itself
 
     def forward(self, x):
         return self.scale * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
@@ -371,12 +371,12 @@ def test_a_copy_that_is_changed(fused_mlp, device):
     torch.testing.assert_close(twin(x), 3 * expected)
     torch.testing.assert_close(module(x), expected)
     assert twin.parent[0] is twin
-    report.restore()  # the copy is not in it
+    report.restore()  # the report does not include the copy
     torch.testing.assert_close(twin(x), 3 * expected)
 
 
 def test_a_shallow_copy(fused_mlp, device):
-    """It has the method of what it was copied from, and is told as such, until it is fused itself."""
+    """A shallow copy has its source's method, and is reported as unfused until it is fused itself."""
     module = Scaled().to(device)
     fused_mlp.fuse_mlps(module)
     twin = copy.copy(module)
@@ -392,7 +392,7 @@ def test_a_shallow_copy(fused_mlp, device):
 
 
 class Particular(Gated):
-    """One that says itself how it is copied and saved."""
+    """Defines how it is copied and pickled."""
 
     def __init__(self, tag="new"):
         super().__init__()
@@ -452,7 +452,7 @@ def test_pickle_where_the_kernel_is_not(fused_mlp, tmp_path):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("kind", [sequence, Intermediate, Plain, Gated])
 def test_scripted_after_it_is_fused(fused_mlp, device, kind):
-    """The original is compiled by torch.jit.script."""
+    """torch.jit.script compiles the original of a fused module."""
     module = nn.Sequential(kind()).to(device)
     fused_mlp.fuse_mlps(module)
     scripted = torch.jit.script(module)
@@ -461,14 +461,14 @@ def test_scripted_after_it_is_fused(fused_mlp, device, kind):
     assert fused_mlp.explain(module[0]).implementation == "fused"
 
 
-# Its life.
+# Lifetime.
 
 
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("called", [False, True])
 def test_a_model_is_gone_when_it_is_deleted(fused_mlp, device, kind, called):
-    """The report does not keep it: no more than the cycle of a bound method, and none when it is restored."""
-    gc.freeze()  # a collection looks at what this test makes, and not at all that the tests before have left
+    """A report does not keep a deleted model alive. Only fused models are in cycles, those of bound methods."""
+    gc.freeze()  # limits collections to objects of this test
     for restored in (False, True):
         model = nn.ModuleList([kind(), kind()]).to(device)
         report = fused_mlp.fuse_mlps(model)
@@ -489,11 +489,11 @@ def test_a_model_is_gone_when_it_is_deleted(fused_mlp, device, kind, called):
         assert len(report.fused) == 2
 
 
-# Many at once.
+# Threads.
 
 
 def test_threads(fused_mlp, device):
-    """They fuse and restore one model: none sees what another has half done."""
+    """Threads that fuse and restore one model never see each other's half-done work."""
     model = nn.ModuleList([Gated(), Halves(), sequence()]).to(device)
     before = [dict(vars(module)) for module in model.modules()]
     x, errors = torch.randn(3, 32, device=device), []

@@ -1,4 +1,4 @@
-"""Fused models under torch.compile: what Dynamo guards on, and what becomes one op of what it records."""
+"""Fused models under torch.compile: the guards that Dynamo adds, and the recorded operations that become one op."""
 
 import copy
 import importlib
@@ -17,7 +17,7 @@ from modules import Gated, Halves, OwnLinears, PackedGated, Plain
 from safety import assert_close, x_of
 from tiny_models import LLM
 
-# The most that fusing may add to the lines of guards of a whole model: most are of the methods that its modules hold.
+# Largest number of guard lines that fusing may add to a whole model; most concern the methods that its modules hold.
 GUARDS = {"bert": 215, "gpt2": 100}
 
 
@@ -27,7 +27,7 @@ def fresh_compiler():
 
 
 class Graphs:
-    """A backend that runs what is recorded, and keeps it without what nothing uses."""
+    """A backend that runs recorded graphs and keeps copies of them without dead code."""
 
     def __init__(self):
         self.graphs = []
@@ -38,7 +38,7 @@ class Graphs:
         return graph
 
     def ops(self):
-        """The names of our ops in the latest graph, and how many products there are besides."""
+        """Returns the names of our ops in the latest graph, and the number of other matrix products."""
         nodes = [node for node in self.graphs[-1].nodes if node.op == "call_function"]
         names = [getattr(node.target, "__name__", "") for node in nodes if "fused_mlp" in str(node.target)]
         return [name.split(".")[0] for name in names], sum(node.target in (F.linear, torch.addmm) for node in nodes)
@@ -60,7 +60,7 @@ def guard_lines(model, **inputs):
 
 @pytest.mark.parametrize("name", GUARDS)
 def test_guards(fused_mlp, device, name):
-    """Fused, a model has hardly more than it has unfused, for all layers together."""
+    """Fusing adds few guards to a model, counted over all layers."""
     layers = 3
     sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": layers, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
     model = {
@@ -96,7 +96,7 @@ def test_one_op(fused_mlp, device, kind, memory, training):
     assert fused_mlp.fuse_mlps(fused, memory=memory).fused
     run, backend = compiled(fused)
     x = x_of(device)
-    # In training the compiler has those without a gate on a GPU, unless the ops are forced.
+    # On a GPU in training, ungated MLPs are the compiler's unless the ops are forced.
     with torch.set_grad_enabled(training), fused_mlp.backend(device.type if training else "auto"):
         assert_close(run(x), module(x))
     op = "training_forward" if training else "gated_mlp" if kind in (Gated, PackedGated) else "mlp"
@@ -105,7 +105,7 @@ def test_one_op(fused_mlp, device, kind, memory, training):
 
 @pytest.mark.parametrize("least", [88 * 32 * 10, 88 * 32 * 11])
 def test_little_work_is_the_compilers(fused_mlp, device, monkeypatch, least):
-    """Of 10 rows in training: plain MLPs alone, and none that are to save memory."""
+    """With 10 rows in training, only plain MLPs are left to the compiler, and not if they are fused to save memory."""
     dispatch = importlib.import_module(f"{fused_mlp.__name__}.dispatch")
     monkeypatch.setattr(dispatch, "LEAST_COMPILED", least)
     x, is_left = x_of(device, 2, 5), least > 88 * 32 * 10
@@ -130,8 +130,8 @@ def test_little_work_is_the_compilers(fused_mlp, device, monkeypatch, least):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_weights_that_no_kernel_reads(fused_mlp, device, monkeypatch, dtype):
-    """The first product of GPT-2's MLP with its activation by torch, the second one the compiler's."""
-    if device.type == "cpu":  # where ops read all weights, and torch has this product with the exact GELU
+    """torch runs the first product of GPT-2's MLP with its activation; the compiler runs the second."""
+    if device.type == "cpu":  # on a CPU, ops read all weights, and torch has this product with exact GELU
         native = importlib.import_module(f"{fused_mlp.__name__}.backends.native")
         monkeypatch.setattr(native, "reads", lambda weight: weight.stride(1) == 1)
     module = GPT2MLP(88, transformers.GPT2Config(n_embd=32)).to(device, dtype).eval()
@@ -162,7 +162,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_after_compiling(fused_mlp, device, change):
-    """Each is seen as it is without fusing: by guards that Dynamo makes for the code as it was written."""
+    """Changes after compiling take effect as without fusing, by Dynamo's guards on the code as written."""
     module = Plain().to(device).requires_grad_(False)
     fused = copy.deepcopy(module)
     fused_mlp.fuse_mlps(fused)
@@ -212,7 +212,7 @@ def test_a_class_patched_before_compiling(fused_mlp, device, monkeypatch):
 
 
 def test_hidden_values_that_a_hook_sees(fused_mlp, device):
-    """One that changes them, one that looks at them, and one that keeps what goes into the activation."""
+    """Hooks that change the hidden values, read them or keep the activation's input see the right values."""
     kept = []
     hooks = (
         lambda part, args, output: output + 1.0,
@@ -233,7 +233,7 @@ def test_hidden_values_that_a_hook_sees(fused_mlp, device):
 
 @pytest.mark.parametrize("name", ["_fuse", "_are_alike", "comptime"])
 def test_a_torch_that_records_in_another_way(fused_mlp, device, monkeypatch, name):
-    """Methods stay as they were recorded, and a warning says why."""
+    """If torch records differently, methods stay as recorded, and a warning gives the reason."""
     module = Plain().to(device)
     fused_mlp.fuse_mlps(module)
     if name == "comptime":
@@ -293,7 +293,7 @@ def between(self, x):
 
 @pytest.mark.parametrize("forward", [in_place, used_twice, with_dropout, between], ids=lambda f: f.__name__)
 def test_what_is_left(fused_mlp, device, forward):
-    """If something happens between the parts, or somebody else uses one, they are not one op, and right."""
+    """Parts with something between them or with other users are not fused into one op, and the result is right."""
 
     class Module(nn.Module):
         def __init__(self):
@@ -343,7 +343,7 @@ def test_rows_that_vary(fused_mlp, device):
 
 
 def test_a_graph_of_training_has_ops_that_autograd_does_not_know(fused_mlp, device):
-    """Those that it knows by Python would ask Python whenever the graph runs."""
+    """Training graphs hold ops without an autograd kernel: Python ones would enter Python whenever the graph runs."""
     module, seen = Gated().to(device).train(), []
     fused_mlp.fuse_mlps(module)
 

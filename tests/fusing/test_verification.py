@@ -1,4 +1,4 @@
-"""The comparison before fuse_mlps fuses, and what it leaves alone meanwhile: everything."""
+"""The comparison before fuse_mlps fuses a module; it leaves everything in the model untouched."""
 
 import contextlib
 import io
@@ -14,7 +14,7 @@ from modules import PROJECTIONS, Gated
 
 
 class NoSuchActivation(nn.SiLU):
-    """A class that the table takes for SiLU, if its class goes by that name."""
+    """A class that poses as SiLU by its name, which the table of activations goes by."""
 
     def forward(self, input):
         return 1.1 * super().forward(input)
@@ -25,7 +25,7 @@ NoSuchActivation.forward.__module__ = nn.SiLU.__module__
 
 
 def test_verification(fused_mlp, device):
-    """A class that does not compute what the table says is found out, unless nobody looks."""
+    """The comparison finds an activation that does not compute what the table says; verify=False skips it."""
     report = fused_mlp.fuse_mlps(Gated(NoSuchActivation).to(device))
     assert "gives a different result" in report.left[0].reason
     assert fused_mlp.fuse_mlps(Gated(NoSuchActivation).to(device), verify=False).fused
@@ -33,16 +33,16 @@ def test_verification(fused_mlp, device):
 
 YET_TO_COME = {
     "zero": torch.zeros_like,
-    "infinite": lambda weight: torch.full_like(weight, torch.inf),  # as memory that is yet to be loaded may hold
+    "infinite": lambda weight: torch.full_like(weight, torch.inf),  # as in memory that is still to be loaded
     "not numbers": lambda weight: torch.full_like(weight, torch.nan),
-    "elsewhere": lambda weight: weight.new_empty(0),  # every process holds a part, which is gathered where it is needed
+    "elsewhere": lambda weight: weight.new_empty(0),  # as in sharded models, which gather weights on use
 }
 
 
 @pytest.mark.parametrize("weights", YET_TO_COME)
 @pytest.mark.parametrize("kind", [*PROJECTIONS, look_alikes.Swapped])
 def test_weights_that_are_yet_to_come(fused_mlp, device, kind, weights):
-    """A real MLP is recognised whatever its weights are, and uses the weights it has later."""
+    """A real MLP is recognised whatever its weights hold, and uses the weights that it gets later."""
     module, plain = kind().to(device), kind().to(device)
     made = [YET_TO_COME[weights](parameter.data) for parameter in module.parameters()]
     for parameter, data in zip(module.parameters(), made, strict=True):
@@ -62,7 +62,7 @@ def random_states(device):
 
 
 class Eventful(Gated):
-    """A module that leaves traces wherever one can, whenever it is run."""
+    """A module that leaves every kind of trace whenever it is run."""
 
     runs = 0
     copies = 0
@@ -93,7 +93,7 @@ class Eventful(Gated):
 @pytest.mark.parametrize("training", [False, True])
 def test_nothing_of_the_model_is_run_or_changed(fused_mlp, device, training):
     module = Eventful().to(device).train(training)
-    module.dropout.eval()  # modes of its own
+    module.dropout.eval()  # unlike the module's own mode
     state = {name: value.clone() for name, value in module.state_dict().items()}
     versions = [value._version for value in module.state_dict().values()]
     before, modes = random_states(device), [part.training for part in module.modules()]
@@ -108,7 +108,7 @@ def test_nothing_of_the_model_is_run_or_changed(fused_mlp, device, training):
 
 
 def test_large_buffers_are_not_copied(fused_mlp):
-    """Memory is allocated of the size of a few rows, whatever the module has."""
+    """The comparison allocates a few rows at a time, however large the module's buffers are."""
     module = Gated(sizes=(256, 1024, 256))
     module.register_buffer("table", torch.zeros(1 << 22))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
@@ -118,7 +118,7 @@ def test_large_buffers_are_not_copied(fused_mlp):
 
 
 def test_under_autocast(fused_mlp, device):
-    """The rounding of 16 bits is not taken for a difference."""
+    """The comparison does not mistake 16-bit rounding under autocast for a difference."""
     with torch.autocast(device.type, torch.bfloat16):
         assert fused_mlp.fuse_mlps(Gated(bias=True, sizes=(512, 768, 512)).to(device)).fused
 

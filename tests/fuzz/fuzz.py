@@ -1,8 +1,8 @@
-"""Fuses modules made at random and asks of each: does it still do what it did, and is it the original again afterwards?
+"""Fuses random modules, and checks that each behaves as before and that restoring gives back the original.
 
     python tests/fuzz/fuzz.py --cases 10000 --processes 2
 
-A case that fails prints its seed and the source of its module; `--seed SEED --cases 1` runs it again.
+A failed case prints its seed and the source of its module; `--seed SEED --cases 1` runs it again.
 """
 
 import argparse
@@ -31,7 +31,7 @@ import machine
 import project
 from fuzz_modules import Source, Writer
 
-# The least part of the cases that must be fused in each pattern, and to each extent: who fuses nothing is never wrong.
+# Least share of cases to be fused in each pattern and to each extent: a fuser that fuses nothing is never wrong.
 LEAST = {
     **{"plain": 0.02, "linear": 0.05, "gated linear": 0.01, "packed gated": 0.01, "pointwise": 0.005},
     **{"full": 0.1, "partly": 0.005, "with LoRA": 0.02},
@@ -41,7 +41,7 @@ FUNCTIONS = ("linear", "gelu", "silu", "relu", "sigmoid", "dropout")
 
 
 class Recorder(TorchFunctionMode):
-    """Sees the functions of torch that an MLP calls."""
+    """Records the torch functions that an MLP calls."""
 
     def __init__(self, record: list) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Recorder(TorchFunctionMode):
 
 
 class Made:
-    """One of several equal modules of a case, with the names of its file."""
+    """One of several equal modules of a case, and the names in its file."""
 
     def __init__(self, source: Source, folder: Path, dtype: torch.dtype | None = None) -> None:
         self.source = source
@@ -74,7 +74,7 @@ class Made:
             self.root.to(dtype)
 
     def run(self) -> dict:
-        """The results of a call, and the state that it leaves behind."""
+        """Returns the results of a call and the state after it."""
         source, record = self.source, self.names["record"]
         record.clear()
         self.root.zero_grad()
@@ -102,7 +102,7 @@ class Made:
         return seen
 
     def backward(self, loss: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-        """All gradients, a parameter changed before them or not, or one alone, which it returns."""
+        """Computes all gradients, possibly after changing a parameter, or a single one, which it returns."""
         draw, parameters = random.Random(self.source.seed), settable(self.root)
         wanted = [each for each in (x, *parameters) if each.requires_grad]
         way = draw.choice(("all", "all", "one", "changed", "replaced"))
@@ -119,7 +119,7 @@ class Made:
         return None
 
     def watch(self) -> None:
-        """Has the calls of all parts recorded, with the strides of what they give."""
+        """Records the calls of all parts and the strides of their results."""
         record = self.names["record"]
         for path, part in self.root.named_modules():
             if not isinstance(part, torch.jit.ScriptModule):
@@ -131,7 +131,7 @@ class Made:
 
 
 def load(source: Source, folder: Path) -> dict:
-    """Runs the file, as an import does, as a notebook does, or as exec does."""
+    """Runs the file as an import, a notebook or exec does."""
     if source.place == "file":
         path = folder / "case.py"
         if not path.exists() or path.read_text() != source.text:
@@ -149,13 +149,13 @@ def load(source: Source, folder: Path) -> dict:
 
 
 def loss_of(output: torch.Tensor) -> torch.Tensor:
-    """Squares of other weights each: without these a norm's have the same sum, and all gradients are roundings."""
+    """Weights the squares: after a norm their plain sum is constant, and its gradients only rounding errors."""
     weights = torch.linspace(0.5, 1.5, output.numel(), dtype=torch.float32).view(output.shape)
     return (output.square() * weights).sum()
 
 
 def seed_torch(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a stack for GPUs that are not there
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a stack for absent GPUs
 
 
 @contextlib.contextmanager
@@ -189,7 +189,7 @@ def laid_out(source: Source) -> torch.Tensor:
 
 
 def settable(root: nn.Module) -> list[nn.Parameter]:
-    """Parameters that are made, and not in inference mode."""
+    """Returns the initialised parameters that are not inference tensors."""
     return [each for each in root.parameters() if not (nn.parameter.is_lazy(each) or each.is_inference())]
 
 
@@ -199,7 +199,7 @@ def tensors(root: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def identity(root: nn.Module, mark: str) -> dict:
-    """All that fusing must leave as it is; modules with the mark hold fused methods beside it."""
+    """Returns everything that fusing must not change; marked modules also hold fused methods."""
     found = {"random numbers": torch.get_rng_state().tolist(), "Python's": random.getstate()}
     for path, part in root.named_modules():
         attributes = {"the class": type(part)}
@@ -210,7 +210,7 @@ def identity(root: nn.Module, mark: str) -> dict:
             if name in fused:
                 continue
             if isinstance(value, types.MethodType) and value.__func__ is getattr(type(part), name, None):
-                continue  # a bound method that the class has too
+                continue  # a bound method of the class's own
             attributes[name] = (
                 [(key, id(each)) for key, each in value.items()] if isinstance(value, dict) else id(value)
             )
@@ -225,11 +225,11 @@ def identity(root: nn.Module, mark: str) -> dict:
 
 
 def compare(fused: dict, plain: dict, exact: dict | None, bitwise: bool, dtype: torch.dtype, in_block: bool) -> None:
-    """``dtype`` is that of what is computed: a result may be wider."""
+    """Compares results computed in ``dtype``, which may be narrower than theirs."""
     if "error" in plain or "error" in fused:
         assert "error" in plain, f"raises {fused['error']!r}, the original does not"
         if "inplace" in str(plain["error"]):
-            return  # autograd complains of values that a fused call does not make, or does not keep
+            return  # autograd complains of values that a fused call does not make or keep
         assert "error" in fused, f"does not raise {plain['error']!r}"
         assert isinstance(fused["error"], type(plain["error"])), f"raises {fused['error']!r}, not {plain['error']!r}"
         return
@@ -238,7 +238,7 @@ def compare(fused: dict, plain: dict, exact: dict | None, bitwise: bool, dtype: 
         leaves = [tree_flatten(seen[what]) for seen in (fused, plain, exact)]
         assert leaves[0][1] == leaves[1][1], f"{what}: another structure"
         wide = leaves[2][0] if leaves[2][1] == leaves[1][1] else leaves[1][0]
-        # A gradient behind a norm can be what is left of larger ones.
+        # A gradient behind a norm can be the small difference of larger ones.
         largest = max(map(_largest, wide), default=0.0) if what == "gradients" else 0.0
         for got, like, reference in zip(leaves[0][0], leaves[1][0], wide, strict=True):
             if not isinstance(like, torch.Tensor):
@@ -262,8 +262,8 @@ def compare_tensors(
     in_block: bool,
     largest: float,
 ) -> None:
-    """``in_block``: what the op of a block computes lies contiguous, whatever the residual does. ``largest``: the
-    least of what roundings are taken as a part of."""
+    """``in_block``: a block's op gives a contiguous result for any residual. ``largest``: the least magnitude that
+    rounding errors are relative to."""
     for property_ in (type, lambda t: t.dtype, lambda t: t.shape, lambda t: t.requires_grad):
         assert property_(got) == property_(like), f"{what}: {property_(got)}, expected {property_(like)}"
     assert got.stride() == like.stride() or (in_block and got.is_contiguous()), (
@@ -276,7 +276,7 @@ def compare_tensors(
     assert torch.equal(got.isfinite(), like.isfinite()), f"{what}: not finite elsewhere"
     if not like.numel() or not bool(like.isfinite().all()):
         return
-    # An activation that computes in float32 may be fused in float64 as well.
+    # An activation that computes in float32 may be fused in float64 too.
     coarsest = max(torch.finfo(torch.float32 if each == torch.float64 else each).eps for each in (like.dtype, dtype))
     scale = max(largest, _largest(exact))
     limit = 3 * (like.double() - exact.double()).abs().max() + 16 * coarsest * scale + 1e-30
@@ -288,7 +288,7 @@ def compare_tensors(
 
 
 def source_of(seed: int) -> Source:
-    """The first source of a seed that Python takes."""
+    """Returns a seed's first source that is valid Python."""
     writer = Writer(seed)
     while True:
         source = writer.source()
@@ -299,7 +299,7 @@ def source_of(seed: int) -> Source:
 
 
 def check(fused_mlp, source: Source, folder: Path) -> list[str]:
-    """Raises AssertionError where fusing changes what a module does; else says what became of it."""
+    """Raises AssertionError if fusing changes a module's behaviour; otherwise returns the outcomes."""
     fused, plain = (Made(source, folder) for _ in range(2))
     lazy = any(map(nn.parameter.is_lazy, plain.root.parameters()))
     exact = None if lazy or "autocast" in source.ambient else Made(source, folder, torch.float64)
@@ -312,7 +312,7 @@ def check(fused_mlp, source: Source, folder: Path) -> list[str]:
     report = fused_mlp.fuse_mlps(fused.root, verify=source.seed % 2 == 0)
     assert_same_state(identity(fused.root, mark), before)
     assert fused.names["record"] == [], "fusing calls the module"
-    # A single layer whose activation has no kernel is no MLP.
+    # A single layer whose activation has no kernel is not an MLP.
     assert report.modules or not source.is_clear or "linear" in source.kind, "neither fused nor reported"
     for entry in report.left:
         assert entry.reason, "left without a reason"
@@ -322,8 +322,8 @@ def check(fused_mlp, source: Source, folder: Path) -> list[str]:
     text = f"{report}\n{fused_mlp.explain(fused.root)}"
     # Code in another branch may run later.
     waiting = any(reason.code == "other branch" for entry in report.left for reason in entry.reasons)
-    # A module that runs as it was written for now, for its hooks, adapters, dtype or device, still holds a method that
-    # asks, and autocast may cast what has no kernel to a dtype that has one.
+    # A module that runs as written for now, due to hooks, adapters, dtype or device, still holds a method that may
+    # fuse later, and autocast may cast operands without a kernel to a dtype with one.
     asks = any(reason.code in ("called", "no kernel", "own way") for entry in report.left for reason in entry.reasons)
     is_left = all(entry.extent == "none" for entry in report.modules) and not (report.norms or report.attentions)
     bitwise = is_left and not waiting and not asks
@@ -345,7 +345,7 @@ def check(fused_mlp, source: Source, folder: Path) -> list[str]:
             report.restore()
         seen = [made.run() for made in copies]
         if exact is not None and "error" in seen[2] and "error" not in seen[1]:
-            del copies[2]  # it stopped half-way, and holds other values from now on
+            del copies[2]  # it stopped half-way, so its values differ from now on
             exact = None
         outcomes += ["raised"] if "error" in seen[1] and phase == "fused" else []
         try:
@@ -357,14 +357,14 @@ def check(fused_mlp, source: Source, folder: Path) -> list[str]:
 
 
 def check_bits(fused_mlp, source: Source, folder: Path) -> None:
-    """In training mode a call under no_grad has the bits of one that autograd records, if the original's has."""
+    """In training mode, a call under no_grad has the bits of a recorded one if the original's does."""
 
     def are_same(is_fused: bool) -> bool | None:
         results = []
         for name in ("grad", "no_grad"):
             made = Made(replace(source, ambient=name), folder)
             for parameter in settable(made.root):
-                parameter.requires_grad_(True)  # frozen ones of an input without gradients run as in inference
+                parameter.requires_grad_(True)  # frozen parameters and an input without gradients run as in inference
             if is_fused:
                 fused_mlp.fuse_mlps(made.root)
             seen = made.run()
@@ -383,10 +383,10 @@ def assert_same_state(now: dict, before: dict) -> None:
 
 
 def outcome(fused_mlp, seed: int, folder: Path) -> list[str]:
-    """:func:`check` of a seed; a failure shows the source.
+    """Runs :func:`check` for a seed; a failure shows the source.
 
-    TorchScript optimises a class for what its first call saw, in whichever copy that was. A later call, of another
-    copy, then differs by itself: under autocast its backward raises.
+    TorchScript optimises a class for its first call, in any copy. A later call of another copy then differs by itself:
+    under autocast its backward raises.
     """
     source = source_of(seed)
     try:
@@ -403,7 +403,7 @@ def outcome(fused_mlp, seed: int, folder: Path) -> list[str]:
 
 
 def assert_enough(counts: collections.Counter, cases: int) -> None:
-    """So many were fused that what was compared means something."""
+    """Asserts that enough modules were fused for the comparisons to be meaningful."""
     found = {name: sum(count for words, count in counts.items() if name in words) for name in LEAST}
     few = {name: count for name, count in found.items() if count < LEAST[name] * cases}
     assert not few, f"of {cases} cases too few are {few}"
@@ -417,7 +417,7 @@ def load_kernel():
 
     kernel = get_kernel(project.repo_id(), version=project.version(), backend=machine.device_type())
     dispatch = sys.modules[f"{kernel.__name__}.dispatch"]
-    for least in (dispatch.LEAST_SUM, dispatch.LEAST_NORM):  # small ones too are one op
+    for least in (dispatch.LEAST_SUM, dispatch.LEAST_NORM):  # small ones become one op too
         least.clear()
     return kernel
 

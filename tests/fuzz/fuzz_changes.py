@@ -1,9 +1,9 @@
-"""Fuses whole models of transformers, changes a part of each at random, and calls them again: as the unfused ones?
+"""Fuses whole transformers models, changes a random part of each, and compares further calls with the unfused models.
 
     python tests/fuzz/fuzz_changes.py --cases 1000
 
-A change that lasts is called several times, for a fused module that has missed is looked at again. A case that fails
-prints its seed; `--seed SEED --cases 1` runs it again.
+A model is called several times after a change, since a fused module that missed is retried. A failed case prints its
+seed; `--seed SEED --cases 1` runs it again.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import mixtures
 import project
 import tiny_models
 
-CALLS = 4  # after a change: at the first, second and fourth miss a module may be taken again
+CALLS = 4  # after a change: a module may be retried at its first, second and fourth miss
 
 
 def doubled(found):
@@ -38,7 +38,7 @@ def bound(part):
 
 
 def partial(part):
-    """As accelerate replaces a forward."""
+    """Replaces a forward as accelerate does."""
     part.forward = functools.partial(lambda old, *given, **named: doubled(old(*given, **named)), part.forward)
 
 
@@ -123,7 +123,7 @@ CHANGES = {
 
 
 def built(draw: random.Random, device: torch.device):
-    """A tiny model without dropout, and its inputs."""
+    """Returns the name of a tiny model, the model without dropout, and its inputs."""
     if draw.random() < 0.5:
         name = draw.choice(sorted(mixtures.MODELS))
         model, given = mixtures.build(name).to(device), {"input_ids": torch.randint(3, 60, (2, 9), device=device)}
@@ -136,7 +136,7 @@ def built(draw: random.Random, device: torch.device):
 
 
 def result(model, given, records: bool):
-    """The first output, or the error's class."""
+    """Returns the first output, or the error's class."""
     try:
         with torch.set_grad_enabled(records):
             return model(**given)[0].detach()

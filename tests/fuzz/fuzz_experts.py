@@ -1,8 +1,8 @@
-"""Writes classes of experts at random, of which one seed always makes the same, and what changes in them later.
+"""Writes random classes of experts, the same for equal seeds, and later changes to them.
 
-Most compute what ``experts_mlp`` does; some add a capacity, a threshold, a literal or another condition, which a run on
-a few tokens need not meet. Whatever is fused has to compute what the original does, also after the change; and so with
-PEFT's adapters around their weights, whatever state these are in.
+Most compute the same as ``experts_mlp``; some add a capacity, a threshold, a literal or another condition, which a run
+on a few tokens need not trigger. Fused ones must compute the same as the original, also after the change, and so must
+those with PEFT adapters around their weights, in any state of these.
 """
 
 import copy
@@ -101,7 +101,7 @@ CHANGES = [
 
 
 def source_of(seed):
-    """The source of a class, and what changes in a module of it."""
+    """Returns the source of a class, and a change for a module of it."""
     draw = random.Random(seed)
     transposed, up, down = draw.random() < 0.4, (2 * HIDDEN, WIDTH), (WIDTH, HIDDEN)
     inside = draw.choice(INSIDE)
@@ -128,7 +128,7 @@ def source_of(seed):
 
 
 def outcome(fused_mlp, seed, folder):
-    """True if a class is "fused" or "left". Raises AssertionError where a fused one computes something else."""
+    """Returns "fused" or "left". Raises AssertionError if a fused class computes something else."""
     text, change, home = _loaded(seed, folder)
     torch.manual_seed(seed)
     module = home.Experts()
@@ -157,7 +157,7 @@ def _loaded(seed, folder):
 
 
 class Holder(nn.Module):
-    """A model of experts alone."""
+    """A model of only experts."""
 
     def __init__(self, experts):
         super().__init__()
@@ -180,7 +180,7 @@ STATES = [
 
 
 def adapted_outcome(fused_mlp, seed, folder):
-    """:func:`outcome` of a class whose weights have adapters: values, and the gradients of x and of the adapters."""
+    """Does the same as :func:`outcome` for weights with adapters: values, and gradients of x and of the adapters."""
     text, change, home = _loaded(seed, folder)
     draw = random.Random(f"{seed} adapters")
     targets = draw.choice([["experts.up", "experts.down"]] * 2 + [["experts.up"], ["experts.down"]])

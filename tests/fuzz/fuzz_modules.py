@@ -1,4 +1,4 @@
-"""Writes modules with MLPs in them at random: the source of a file, of which one seed always makes the same."""
+"""Writes random modules with MLPs in them, as the source of a file that is the same for equal seeds."""
 
 import itertools
 import random
@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# In, hidden, out: mostly alike, so that a wrong tensor fits too. Widths of 32 are enough for the kernels of few rows.
+# In, hidden, out: mostly equal, so that a wrong tensor fits too. Widths of 32 suffice for the kernels of few rows.
 WIDTHS = ((8, 8, 8), (32, 32, 32), (6, 10, 4))
 
 HEAD = """\
@@ -36,8 +36,7 @@ def is_here():
     return _here
 """
 
-# Activations: modules that the attribute `act` may hold, and expressions of {h}. What is in neither row of the table
-# must be left.
+# Activations: modules for the attribute `act`, and expressions of {h}. Those in neither row of the table must be left.
 ACT_MODULES = [
     "nn.GELU()",
     'nn.GELU("tanh")',
@@ -84,7 +83,7 @@ F.dropout({h}, p=self.p, training=self.training) | F.dropout({h}, self.p, traini
 """.replace("\n", "|").split("|")
 BETWEEN = [between.strip() for between in BETWEEN if between.strip()]
 
-# Other code that may stand between an MLP and the sum of its block.
+# Other code between an MLP and the sum of its block.
 BEHIND = [
     "F.dropout({h}, 0.3, self.training)",
     "self.after({h})",
@@ -95,7 +94,7 @@ BEHIND = [
 ]
 FACTORS = ["{h} * 0.5", "0.5 * {h}", "{h} * self.factor", "self.factor * {h}", "{h} * self.mean"]
 
-# When hidden values are cast to the dtype of the last weight.
+# Conditions for casting hidden values to the dtype of the last weight.
 CASTS = [
     "{h}.dtype != self.{p}.weight.dtype",
     "isinstance(self.{p}.weight, torch.Tensor) and {h}.dtype != self.{p}.weight.dtype",
@@ -115,7 +114,7 @@ UNPACKED = [
     "{h}.chunk(2, self.dim)",
 ]
 
-# Statements beside the MLP: every way in which Python binds a name, to `other` mostly; and what has effects.
+# Statements beside the MLP: every way that Python binds a name, mostly to `other`, and statements with effects.
 BINDINGS = r"""
 {n} = other
 {n}, y0 = other, 1
@@ -222,7 +221,7 @@ x: torch.Tensor, fused=None | x, self_=1 | x, other=None
 """.replace("\n", "|").split("|")
 ARGUMENTS = [arguments.strip() for arguments in ARGUMENTS if arguments.strip()]
 
-# Code of a layer around an MLP and its sum: conditions on attributes of its own, and what may change these.
+# Code of a layer around an MLP and its sum: conditions on its own attributes, and changes to these.
 AROUND = r"""
 h = self.norm(h)
 h = self.drop(h)
@@ -259,7 +258,7 @@ SUMS += ["h = (r.float() + h.float() * g).type_as(r)", "h = (g * self.drop(h).fl
 SUMS += ["h = r + g * h", "h = h * g[None] + r", "h = self.drop(h) * g.unsqueeze(0) + r"]
 SUMS += ["h = self.end(h, r)", "h = self.end(residual=r, h=h)"]
 
-# Changes to the end of a layer before it is fused.
+# Changes to the end of a layer before fusing.
 END_CHANGES = [
     *("pass",) * 4,
     "self.end.norm.register_forward_hook(lambda *_: record.append('end'))",
@@ -269,8 +268,7 @@ END_CHANGES = [
     "self.end.forward = self.end.forward",
 ]
 
-# Changes to a module before it is fused, or between fusing and a call. `m` is the module, `p` and `q` are names
-# of its projections.
+# Changes to a module before fusing, or between fusing and a call. `m` is the module, `p` and `q` name projections.
 PART_CHANGES = [
     "m.{p}.weight.data = torch._neg_view(m.{p}.weight.data)",
     *(f"m.{{p}} = WRAPPERS[{name!r}](m.{{p}})" for name in ("LoRA", "int8", "subclass", "parametrized", "weight norm")),
@@ -374,7 +372,7 @@ MODULE_CHANGES = [
 ]
 
 
-# Adapters of PEFT on a projection before it is fused, and changes to what is there: to its state, to its parts.
+# PEFT adapters on a projection before fusing, and changes to their state and parts.
 ADAPTERS = [
     *("m.{p} = lora(m.{p})",) * 4,
     "m.{p} = lora(m.{p}, r=5)",
@@ -424,13 +422,13 @@ ADAPTER_CHANGES = [
 ]
 
 
-# The modes around the calls of a case.
+# The modes around a case's calls.
 AMBIENTS = ["grad", "no_grad", "inference_mode", "autocast", "autocast, no_grad", "function mode", "default device"]
 
 
 @dataclass
 class Step:
-    """A value that the method computes: ``names`` (two where a tensor is unpacked) of an expression of other values."""
+    """A value in the method: ``names`` (two for an unpacked tensor) of an expression of other values."""
 
     names: tuple[str, ...]
     template: str
@@ -439,13 +437,13 @@ class Step:
 
 @dataclass
 class Source:
-    """A case: the file (``make()`` makes the module, ``before(m)`` and ``later(m)`` change it), and how it is run."""
+    """A case: its settings and file (``make()`` makes the module, ``before(m)`` and ``later(m)`` change it)."""
 
     seed: int
     text: str
     kind: str
-    is_clear: bool  # an MLP of modules without anything odd beside it: whoever leaves it must say so
-    place: str  # where the file is: "file", "linecache", "nowhere"
+    is_clear: bool  # an MLP of modules with nothing odd beside it, which must be reported if left
+    place: str  # the file's place: "file", "linecache", "nowhere"
     dtype: str
     training: bool
     ambient: str
@@ -468,7 +466,7 @@ class Writer:
     def likely(self, chance: float) -> bool:
         return self.draw.random() < chance
 
-    # The MLP, as steps in an order that computes it.
+    # The MLP, as steps in a valid order.
 
     def act(self, h: str) -> str:
         template = "self.act({h})" if self.likely(0.65) else self.draw.choice(SPELLED)
@@ -476,7 +474,7 @@ class Writer:
         return template.replace("{h}", f"{{{h}}}")
 
     def steps(self) -> tuple[str, dict[str, tuple[int, int]], list[Step]]:
-        """A kind of MLP, its projections with their sizes, and its steps."""
+        """Returns a kind of MLP, its projections with their sizes, and its steps."""
         kind = self.draw.choice(
             ["plain"] * 3 + ["gated", "packed"] * 2 + ["linear", "gated linear", "packed linear", "glu"]
         )
@@ -507,14 +505,14 @@ class Writer:
                 sizes[up] = first
                 steps += [Step(("g",), f"self.{gate}({{x}})", ("x",)), Step(("u",), f"self.{up}({{x}})", ("x",))]
             product = self.draw.choice(["{a} * {u}", "{u} * {a}", "{a} * {u}", "{u} * {a}", "torch.mul({a}, {u})"])
-            if self.likely(0.15):  # a convolution's gate and up lie in memory like this
+            if self.likely(0.15):  # a convolution's gate and up have these strides
                 self.is_clear = False
                 steps += [Step((name + "t",), f"{{{name}}}.transpose(0, -1)", (name,)) for name in ("g", "u")]
                 steps.append(Step(("a",), self.act("gt"), ("gt",)))
                 steps.append(Step(("st",), product.replace("{u}", "{ut}"), ("a", "ut")))
                 steps.append(Step(("s",), "{st}.transpose(0, -1)", ("st",)))
             else:
-                if self.likely(0.15):  # by a function of both
+                if self.likely(0.15):  # a function of both
                     steps.append(Step(("s",), "relu_and_mul({g}, {u})", ("g", "u")))
                 else:
                     steps.append(Step(("a",), self.act("g"), ("g",)))
@@ -541,7 +539,7 @@ class Writer:
         return kind, sizes, steps
 
     def block(self, last: Step) -> list[Step]:
-        """The last step of an MLP, and what is around the MLP: a residual, and perhaps norms, a scale and a factor."""
+        """Returns an MLP's last step and its block: a residual, and perhaps norms, a scale and a factor."""
         steps = [Step(("o",), last.template, last.read)]
         value = "o"
         if self.likely(0.4):
@@ -565,7 +563,7 @@ class Writer:
     # The method.
 
     def body(self, steps: list[Step], projections: list[str]) -> list[str]:
-        """The statements of the method: the steps in some order, inlined or named, with others between them."""
+        """Returns the method's statements: the steps in some order, inlined or named, and others between them."""
         for _ in range(self.draw.choice([0, 0, 3, 6])):
             k = self.draw.randrange(len(steps) - 1)
             if not set(steps[k].names) & set(steps[k + 1].read):
@@ -605,7 +603,7 @@ class Writer:
         return statements
 
     def with_cast(self, statements: list[str], last: str) -> list[str]:
-        """A cast under a condition, before the last projection is given a name."""
+        """Inserts a conditional cast before the last projection if its input has a name."""
         for k, statement in enumerate(statements):
             given = re.search(rf"self\.{last}\((\w+)\)", statement)
             if given is not None:
@@ -644,7 +642,7 @@ class Writer:
         root = self.root("*, x" in made, kind.endswith("linear"))
         text = f"{HEAD}\n\n{made}\n\n{before('before')}\n\n{later('later')}\n\n{root}"
         draw = self.draw
-        # In float64 F.linear computes, which sums in another order than Falcon's layer if x is transposed.
+        # Falcon's layer sums in another order than F.linear, which float64 uses, if x is transposed.
         wide = 0 if "FalconLinear(" in made else 1
         arguments = "x=x" if "*, x" in made else "x"
         if self.likely(0.03):
@@ -706,7 +704,7 @@ class Writer:
         if way == "inherited":
             written += "\n\n\nclass Made(Base):\n    def forward(self, *args, **kwargs):\n"
             written += "        return super().forward(*args, **kwargs)"
-        # `act_here` is a global, or what a function around the class holds.
+        # `act_here` is a global, or a closure variable of the class.
         here = self.draw.choice(["F.silu", "nn.functional.gelu", "tanh_gelu", "torch.tanh"])
         if self.likely(0.2):
             return (
@@ -715,7 +713,7 @@ class Writer:
         return f"act_here = {here}\n\n\n{written}"
 
     def sequence(self, sizes: dict[str, tuple[int, int]]) -> tuple[str, dict[str, tuple[int, int]]]:
-        """An nn.Sequential of layers and activations."""
+        """Returns the source of an nn.Sequential of layers and activations."""
         parts, width, projections = [], self.n_in, {}
         for _ in range(self.draw.randint(2, 5)):
             if self.likely(0.2):
@@ -741,12 +739,12 @@ class Writer:
         return self.suppressed(self.draw.choice(ADAPTERS), projection, projection)
 
     def suppressed(self, change: str, p: str, q: str) -> str:
-        if p.isdigit():  # a part of a sequence has a number for a name
+        if p.isdigit():  # parts of a sequence have numbers for names
             change = change.replace("m.{p}", "m[{p}]").replace("m.{q}", "m[{q}]")
         return f"with contextlib.suppress(Exception): {change.replace('{p}', p).replace('{q}', q)}"
 
     def changes(self, projections: list[str], chance: float, adapted: Sequence[str] = (), first: Sequence[str] = ()):
-        """Changes to parts of a module; ``adapted`` have adapters, which the lines ``first`` may give them."""
+        """Returns changes to parts of a module; ``adapted`` ones have adapters, possibly from the lines ``first``."""
         p, q = self.draw.choice(projections), self.draw.choice(projections)
         lines = list(first)
         while adapted and self.likely(0.35):
@@ -755,14 +753,14 @@ class Writer:
             change = self.draw.choice(PART_CHANGES if self.likely(0.6) else MODULE_CHANGES)
             if p.isdigit() and any(name in change for name in ("Made", "m.act", "m.drop", "m.flag")):
                 continue
-            # A wrapper around a fused method does not know whether the class was patched before or after.
+            # A wrapper around a fused method cannot know if the class was patched before or after.
             if "m.forward" in change + "".join(lines) and "Made.forward" in change + "".join(lines):
                 continue
             lines.append(self.suppressed(change, p, q))
         return lambda name: f"def {name}(m):\n" + textwrap.indent("\n".join(lines or ["pass"]), "    ")
 
     def root(self, alone: bool, is_half: bool) -> str:
-        """The owner of the module; ``is_half``: it lacks the last projection."""
+        """Returns the module's owner; ``is_half`` modules lack the last projection."""
         width = self.hidden if is_half else self.n_out
         holders = {
             "m": 12,
@@ -780,7 +778,7 @@ class Writer:
         return f"{layer}def odd():\n    return {odd}\n\n\ndef hold(m):\n    return {holder}"
 
     def layer(self) -> str:
-        """A class of layers: what the module is, and around an MLP of its own a sum."""
+        """Returns a class of layers: the module, and a sum around an MLP of its own."""
         mlp = self.draw.choice(["Perceptron", "Perceptron", "GatedPerceptron", "FeedForward"])
         init = ["super().__init__()", f"self.norm, self.drop, self.mlp = nn.LayerNorm({self.n_out}), nn.Dropout(), "]
         init[-1] += f"{mlp}({self.n_out})"
@@ -795,7 +793,7 @@ class Writer:
         init += ["self.to(next((p.dtype for p in m.parameters()), None)).train(m.training)", "self.m = m"]
         table = f"torch.linspace(-1, 1, 3 * torch.Size(({shape},)).numel()).view(3, {shape})"
         init += [f"self.table = {table}.to(self.scale){cast}"]
-        # Contiguous: a block's op lays out its result so, whatever the residual is.
+        # Contiguous, since a block's op gives a contiguous result for any residual.
         start = [f"h = r = {self.draw.choice(['x', 'self.m(x)'])}.contiguous()", "s, t, g = self.table"]
         parts = [start, ["h = self.mlp(h)"], [self.draw.choice(SUMS)], ["return h"]]
         for part in parts[:-1]:

@@ -1,4 +1,4 @@
-"""The parts of the modules of fuzz_modules.py, beside what torch and modules.py have."""
+"""Parts for the modules of fuzz_modules.py, in addition to torch's and those of modules.py."""
 
 import functools
 import math
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-record = []  # the calls that hooks see
+record = []  # the calls seen by hooks
 
 
 def tanh_gelu(h):
@@ -33,7 +33,7 @@ def wrapped(function):
 
 
 def lora(layer, name="default", **options):
-    """A linear layer with one more adapter of PEFT, whose weights are random."""
+    """Returns a linear layer with one more PEFT adapter of random weights."""
     config = peft.LoraConfig(target_modules=["layer"], init_lora_weights=False, **{"r": 2, "lora_alpha": 3, **options})
     held = peft.inject_adapter_in_model(config, nn.ModuleDict({"layer": layer}), adapter_name=name)
     return held["layer"].train(layer.training)
@@ -128,7 +128,7 @@ class Scales(nn.Module):
 
 
 class Turns(nn.Module):
-    """Runs its parts one after the other."""
+    """Runs its parts in turn."""
 
     def __init__(self, *parts):
         super().__init__()
@@ -141,6 +141,6 @@ class Turns(nn.Module):
 
 
 def in_turn(kind, head, width):
-    """A head of so many hidden features, and what makes an MLP of it, in a module that runs them in turn."""
+    """Returns a module of the given kind that runs a head of `width` hidden features and the rest of an MLP in turn."""
     made = kind(head, nn.Dropout(0.4), nn.Linear(width, 4))
     return made.to(next((p.dtype for p in head.parameters()), None)).train(head.training)

@@ -1,11 +1,11 @@
-"""Calls every op of the package again and again while the GPU has other work, and asks for the same bits each time.
+"""Calls every op of the package repeatedly while the GPU has other work, and expects the same bits each time.
 
     python tests/fuzz/fuzz_races.py --repeats 50 --processes 5 --seconds 120
 
-The calls are those of sanitizer_cases.py, which reach every kernel, and then calls drawn at random.
+The calls are those of sanitizer_cases.py, which reach every kernel, followed by random ones.
 
-A kernel that reads memory before it was written, or writes what is still read, is right on an idle GPU nearly always:
-what others run beside it moves its reads and writes.
+A kernel that reads memory before it is written, or overwrites memory still being read, is nearly always right on an
+idle GPU: concurrent work shifts its reads and writes.
 """
 
 import argparse
@@ -25,12 +25,12 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))
 import sanitizer_cases
 
 BUSY_BYTES = 1 << 28
-PADDED = "experts_training"  # ops whose kept tensors have rows that nothing writes
-GATE_UP = 2  # the place of such a tensor among the operands of a backward
+PADDED = "experts_training"  # ops that keep tensors with rows that are never written
+GATE_UP = 2  # the index of such a tensor among a backward's operands
 
 
 class Repeated(TorchDispatchMode):
-    """Calls each op of the package `repeats` times more, beside copies on a stream of its own."""
+    """Calls each op of the package `repeats` more times, concurrently with copies on its own stream."""
 
     def __init__(self, repeats: int) -> None:
         super().__init__()
@@ -69,29 +69,29 @@ def copied(leaf):
 
 
 def leaves(op, given: tuple, result) -> list[torch.Tensor]:
-    """The results of an op without those that it leaves undefined: it also frees what it overwrites."""
-    if PADDED in op._schema.name:  # the result of a forward, the gradients of a backward
+    """Returns an op's results without those that it leaves undefined or overwrites."""
+    if PADDED in op._schema.name:  # a forward's result, or a backward's gradients
         forward = op._schema.name.endswith("forward")
         result = result[0] if forward else [grad for grad in result if len(grad) != len(given[0][GATE_UP])]
     return [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.is_cuda]
 
 
 def differs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """1 if any bit does."""
+    """Returns 1 if any bit differs."""
     one, other = (torch.view_as_real(each) if each.is_complex() else each for each in (one, other))
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return (one.view(kinds[one.element_size()]) != other.view(kinds[one.element_size()])).any()
 
 
 def at_random(fused_mlp, seed: int) -> None:
-    """One call of any function, dense or quantised, recorded or not, of rows and features that need not fill tiles."""
+    """Calls a random function, dense or quantised, recorded or not, with rows and features that may not fill tiles."""
     draw = random.Random(seed)
     rows, experts = draw.choice((1, 7, 16, 40, 64, 129, 300, 700, 1500)), draw.choice((2, 5, 8))
     width, hidden, outputs = (draw.choice((8, 8, 32, 64)) * draw.randint(1, 24) for _ in range(3))
     dtype, function = draw.choice((torch.bfloat16, torch.float16)), draw.choice(("mlp", "gated_mlp", "experts_mlp"))
     is_mixture = function == "experts_mlp"
     kind = draw.choice((None, "fp8", "mxfp4") if is_mixture else (None, None, *sanitizer_cases.QUANTIZED))
-    if kind is not None:  # the inputs of a product are whole blocks; outputs that fill no tile are where stores differ
+    if kind is not None:  # a product's inputs are whole blocks; stores differ for outputs that fill no tile
         block = 64 if is_mixture else 128
         width, hidden = (-(-size // block) * block for size in (width, hidden))
         outputs = outputs if is_mixture else -(-outputs // block) * block

@@ -1,4 +1,4 @@
-"""Modules and calls at random."""
+"""Random modules and calls."""
 
 import collections
 import random
@@ -18,9 +18,9 @@ CASES = 200
 
 
 def test_modules(fused_mlp, tmp_path):
-    """Fusing changes nothing that a module does, and enough is fused to say so.
+    """Fusing keeps a module's behaviour, and enough modules are fused for this to be meaningful.
 
-    The cases are the same in every run: of new ones, fuzz.py runs thousands.
+    The cases are the same in every run; fuzz.py runs thousands of new ones.
     """
     counts = collections.Counter()
     for seed in range(CASES):
@@ -35,7 +35,7 @@ def test_a_seed_is_a_case(seed):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_gradients_of_any_call(fused_mlp, device, implementation, function):
-    """Shapes, dtype, activation, layouts, biases and who requires a gradient, drawn together."""
+    """Gradients are right for random shapes, dtypes, activations, layouts, biases and required gradients."""
     draw = random.Random(torch.initial_seed())
     for _ in range(12):
         lead = tuple(draw.randint(1, 5) for _ in range(draw.randint(1, 3)))
@@ -60,13 +60,13 @@ def test_gradients_of_any_call(fused_mlp, device, implementation, function):
                 3 * (eager[name].double() - exact[name]).abs().max()
                 + 16
                 * torch.finfo(dtype).eps
-                * exact[name].abs().max().clamp(min=1)  # the terms that cancel are of order one
+                * exact[name].abs().max().clamp(min=1)  # cancelling terms are of order one
             )
             assert (got[name].double() - exact[name]).abs().max() <= limit, case
 
 
 def gradients(function, operands, wanted, layout):
-    """The result, and the gradients of the operands that are wanted."""
+    """Returns the result, and the gradients of the wanted operands."""
     given = {name: operand.detach().requires_grad_(name in wanted) for name, operand in operands.items()}
     result = function(**given)
     generator = torch.Generator().manual_seed(0)
@@ -81,5 +81,5 @@ def gradients(function, operands, wanted, layout):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_models_that_change(fused_mlp, device, seed):
-    """The cases are the same in every run: of new ones, fuzz_changes.py runs thousands."""
+    """Changed models compute the same as unfused ones. Cases are fixed; fuzz_changes.py runs thousands of new ones."""
     fuzz_changes.check(fused_mlp, seed, device)

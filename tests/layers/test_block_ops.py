@@ -1,4 +1,4 @@
-"""The ops of the block that an MLP is part of: norms, scale, factor and residual around it."""
+"""The ops of the block around an MLP: norms, scale, factor and residual."""
 
 import sys
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ def ops(fused_mlp):
 
 @dataclass
 class Case:
-    """An MLP of so many weights, and what is around it."""
+    """An MLP with one to three weights, and the operands of its block."""
 
     x: torch.Tensor
     weights: list
@@ -64,7 +64,7 @@ class Case:
         return Case(cast(self.x), *lists, cast(self.residual), *pairs, self.form)
 
     def operands(self):
-        """The weights first, in their order."""
+        """Returns the operands, weights first, in their order."""
         return [*self.weights, *self.biases, self.x, self.residual, *self.first, *self.last]
 
     def arguments(self):
@@ -78,7 +78,7 @@ class Case:
         return [self.x, *layers, SILU, self.residual, self.form.factor, *norms, self.form.norms_sum]
 
     def computed(self):
-        """The block by torch's functions, as models have it."""
+        """Computes the block with torch's functions, as models do."""
         values = normed(self.x, self.form.first, *self.first)
         if len(self.weights) == 3:
             gate, up = (F.linear(values, *each) for each in zip(self.weights[:2], self.biases[:2]))
@@ -132,7 +132,7 @@ def made_case(device, dtype, form, layers=3, rows=5, sizes=(32, 96, 32), biased=
     )
 
 
-# Weights; rows; and in, hidden, out: a warp, a block, all that registers hold, and more; in vectors and one by one.
+# Weights; rows; in, hidden, out: widths for a warp, a block, all registers and more, vectorised or not.
 SHAPES = [
     (3, 1, (1024, 400, 1024)),
     (2, 19, (64, 96, 64)),
@@ -167,7 +167,7 @@ def test_errors_are_no_larger_than_eager_ones(ops, device, dtype, form):
 @pytest.mark.parametrize("rows", [1, 16, 64, 200])
 @pytest.mark.parametrize("form", [f"first {RMS}", f"of the sum {LAYER}", "sandwich"])
 def test_operands_that_were_just_written(ops, device, form, rows, captured):
-    """On a GPU the kernels of a block overlap with those before: each waits for what it reads, and for all of it."""
+    """On a GPU, a block's kernels overlap with preceding ones, and each waits for everything that it reads."""
     if device.type == "cpu" and captured:
         pytest.skip("no graphs")
     torch.manual_seed(0)
@@ -176,7 +176,7 @@ def test_operands_that_were_just_written(ops, device, form, rows, captured):
     arguments = made[-1].arguments()
 
     def call(source):
-        for each, value in zip(reversed(target), reversed(source)):  # the weight of the first product is the last
+        for each, value in zip(reversed(target), reversed(source)):  # the first product's weight comes last
             each.copy_(value)
         return ops[3](*arguments)
 
@@ -185,14 +185,13 @@ def test_operands_that_were_just_written(ops, device, form, rows, captured):
     if captured:
         calls = [replayed(call) for call in calls]
     results = [run().clone() for _ in range(10) for run in calls]
-    for index, result in enumerate(results):  # in a graph, torch's GEMM may be chosen where ours was: other roundings
+    for index, result in enumerate(results):  # a graph may choose torch's GEMM, which rounds differently
         torch.testing.assert_close(result, expected[index % 2], rtol=2e-2, atol=6e-2)
 
 
 def test_a_weight_that_a_norm_has_just_written(ops, device):
-    """The norm of one block lets the norm of the next start early, and that one lets a GEMM read its weights early: not
-    before the first norm has written them.
-    """
+    """The norm of one block lets the next block's norm start early, which lets a GEMM prefetch its weights: not before
+    the first norm has written them."""
     torch.manual_seed(0)
     writers = [
         made_case(device, torch.bfloat16, FORMS[f"of the result {RMS}"], 1, 2816, (64, 0, 1024)) for _ in range(3)
@@ -212,7 +211,7 @@ def test_a_weight_that_a_norm_has_just_written(ops, device):
 
 
 def replayed(call):
-    """A graph of a call, as a call."""
+    """Captures a call in a CUDA graph, and returns a function that replays it."""
     call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -222,7 +221,7 @@ def replayed(call):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_rows(ops, device, form):
-    """NaN and infinity stay in their rows, what is no row is not touched, and no rows are no error."""
+    """NaN and infinity stay in their rows, memory outside rows is not touched, and empty inputs work."""
     torch.manual_seed(0)
     case = made_case(device, torch.float32, FORMS[form], sizes=(64, 96, 40))
     case.x[1, 3], case.residual[2, 7], case.residual[3, 1] = torch.nan, torch.nan, torch.inf
@@ -239,7 +238,7 @@ def test_rows(ops, device, form):
         assert got.shape == (rows, out) and got.isfinite().all()
 
 
-# Dimensions of x before the features, and of the weights and biases of its norms.
+# Leading dimensions of x, and of the weights and biases of its norms.
 SHARED = [
     ((3, 7), (3, 1)),
     ((3, 7), (1, 1)),
@@ -260,8 +259,7 @@ SHARED = [
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_features_of_some_rows(ops, device, dtype, wide, shared, features, kinds):
-    """Weights and biases that rows which follow each other share, as those of one image: chunks of a tensor, which may
-    be of float32."""
+    """Consecutive rows, as of one image, may share weights and biases: chunks of a tensor, possibly float32."""
     if device.type == "cpu" and dtype == torch.float16:
         pytest.skip("no kernel")
     torch.manual_seed(0)
@@ -298,7 +296,7 @@ def test_equal_values_have_no_deviation(ops, device):
 
 
 def test_large_values(ops, device):
-    """Their squares are no numbers of float32: RMSNorm of them is 0, as PyTorch's is."""
+    """RMSNorm of values with squares that overflow float32 is 0, as in PyTorch."""
     case = made_case(device, torch.float32, Form(first=RMS), 2, sizes=(32, 96, 32))
     case.x = torch.full_like(case.x, 1e30)
     torch.testing.assert_close(ops[2](*case.arguments()), case.computed())
@@ -306,7 +304,7 @@ def test_large_values(ops, device):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_of_sums_are_adjacent(ops, device, form):
-    """Also where those of the residual are not: Whisper's first hidden values lie column by column."""
+    """The result is contiguous even if the residual is not: Whisper's first hidden values are column-major."""
     case = made_case(device, torch.float32, FORMS[form], 2, 14, (64, 96, 40))
     case.x = case.x.view(2, 7, 64)
     for residual in (torch.randn(2, 40, 7, device=device).mT, torch.randn(2, 7, 80, device=device)[..., ::2]):
@@ -327,7 +325,7 @@ def test_one_tensor_as_input_and_residual(ops, device):
             assert torch.equal(x, before)
 
 
-# Changes to a good case of `all`, with in 64 and out 40; and what the error says.
+# Changes to a valid case of `all` with in 64 and out 40, and the error's words.
 FAULTS = {
     "residual's width": (lambda case: setattr(case, "residual", case.residual[:, :-1]), "residual must have"),
     "residual's dimensions": (lambda case: setattr(case, "residual", case.residual[0]), "residual must have"),

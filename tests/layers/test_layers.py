@@ -1,4 +1,4 @@
-"""The layers through kernels.kernelize, on classes as models have them: equal results, and nothing bypassed."""
+"""The layers through kernels.kernelize, on classes as in models: they give equal results and bypass nothing."""
 
 import copy
 import importlib
@@ -27,7 +27,7 @@ MODES = [
 
 
 class NoActivationGated(Gated):
-    """Its forward knows the activation, its attributes do not."""
+    """Has its activation in its forward but not among its attributes."""
 
     def __init__(self, function):
         super().__init__()
@@ -48,14 +48,14 @@ class PackedActAndMul(nn.Module):
         return self.act[0](gate) * up
 
 
-# Layer, the module whose forward it replaces, the width of its input.
+# Layer, module with the replaced forward, input width.
 CASES = {
     "GatedMLP-silu": ("GatedMLP", lambda: Gated(nn.SiLU), 32),
     "GatedMLP-gelu-bias": ("GatedMLP", lambda: Gated(nn.GELU, bias=True), 32),
     "GatedMLP-relu-odd": ("GatedMLP", lambda: Gated(nn.ReLU, sizes=(17, 31, 7)), 17),
     "GatedMLP-unknown": ("GatedMLP", lambda: Gated(nn.Mish), 32),
     "GeGLUMLP": ("GeGLUMLP", lambda: Gated(TanhGelu), 32),
-    "GeGLUMLP-erf": ("GeGLUMLP", lambda: Gated(nn.GELU), 32),  # act_fn says it, not the layer's name
+    "GeGLUMLP-erf": ("GeGLUMLP", lambda: Gated(nn.GELU), 32),  # act_fn decides, not the layer's name
     "GeGLUMLP-no-act_fn": ("GeGLUMLP", lambda: NoActivationGated(nn.GELU(approximate="tanh")), 32),
     "SwiGLUMLP": ("SwiGLUMLP", lambda: Gated(nn.SiLU, bias=True), 32),
     "SwiGLUMLP-no-act_fn": ("SwiGLUMLP", lambda: NoActivationGated(nn.SiLU()), 32),
@@ -83,14 +83,14 @@ cases = pytest.mark.parametrize(("layer", "make", "width"), CASES.values(), ids=
 
 
 def kernelized(module, layer, mode=Mode.INFERENCE, repository=None, use_fallback=False):
-    """A copy of the module, of a subclass of its own that kernelize knows under the layer's name.
+    """Returns a kernelized copy of the module, of a subclass marked with the layer's name.
 
     With ``use_fallback`` it may have parts of other classes that kernelize knows.
     """
     module = copy.deepcopy(module)
     kind = type(module)
     own = type(kind.__name__, (kind,), {"__module__": kind.__module__})
-    if kind is nn.Linear:  # exactly an nn.Linear is what a layer may read: the class itself is marked, for this call
+    if kind is nn.Linear:  # a layer may read only an exact nn.Linear, so nn.Linear itself is marked during this call
         own = kind
     module.__class__ = own
     kernels.replace_kernel_forward_from_hub(own, f"Test{layer}")
@@ -104,7 +104,7 @@ def kernelized(module, layer, mode=Mode.INFERENCE, repository=None, use_fallback
 
 
 def assert_equal(module, fused, x):
-    """The same results and gradients."""
+    """Asserts equal results and gradients."""
     outcomes = []
     for candidate in (module, fused):
         candidate.zero_grad()
@@ -129,7 +129,7 @@ def test_kernelize(fused_mlp, device, layer, make, width, mode):
 
 @pytest.fixture
 def no_long_way(fused_mlp, monkeypatch):
-    """Calls have to go by the short way from here on."""
+    """Returns a function after which any call that misses the shortcut fails."""
     forwards = importlib.import_module(f"{fused_mlp.__name__}.models.running.forwards")
     return lambda: monkeypatch.setattr(forwards, "fused", None)
 
@@ -143,20 +143,20 @@ def no_long_way(fused_mlp, monkeypatch):
     ids=["activation kernelized", "no activation"],
 )
 def test_the_short_way_of_a_layer(fused_mlp, device, no_long_way, layer, make, bound):
-    """kernelize may know the class of the activation too, and find no kernel for it."""
+    """A layer takes the shortcut, also if kernelize knows the activation's class but has no kernel for it."""
     module = make().to(device)
     fused = kernelized(module, layer, use_fallback=True)
     assert [name for name, part in fused.named_children() if "forward" in vars(part)] == bound
     x = torch.randn(3, 32, device=device)
     with torch.no_grad():
         expected = module(x)
-        fused(x)  # the class of an activation is learnt at its first call
+        fused(x)  # the first call learns the activation's class
         no_long_way()
         torch.testing.assert_close(fused(x), expected)
 
 
 def test_the_short_way_with_a_kernel_for_the_activation(fused_mlp, device, no_long_way):
-    """As transformers gives models with ``use_kernels``. A forward that is no kernel's is called."""
+    """An activation kernelized as by transformers' ``use_kernels`` keeps the shortcut; any other forward is called."""
     module = Gated(activations.SiLUActivation).to(device)
     fused = copy.deepcopy(module)
     fused.act_fn = kernelized(fused.act_fn, "SiLU")
@@ -208,7 +208,7 @@ def test_a_local_repository(fused_mlp, device):
 
 @cases
 def test_the_hub_s_rules(fused_mlp, layer, make, width):
-    """Pure layers whose forward has the parameters of the one that it replaces."""
+    """A layer follows the Hub's rules: it is pure, and its forward has the parameters of the replaced one."""
     cls = getattr(fused_mlp.layers, layer)
     _validate_layer(check_cls=type(make()), cls=cls, repo=None)
     assert cls.has_backward
@@ -257,7 +257,7 @@ def test_every_layer_is_tested(fused_mlp):
         "MegaBlocksMoeMLP",
         "Output",
         "RMSNorm",
-    }  # which have their own tests
+    }  # covered by their own tests
 
 
 LAYOUTS = {
@@ -271,7 +271,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts(fused_mlp, device, name, bias):
-    """A layer that stands alone, from a config; its state dict is that of the models' MLPs."""
+    """A layout made from a config works alone, and shares its state dict with the models' MLPs."""
     kind, hidden_act, act = LAYOUTS[name]
     config = SimpleNamespace(hidden_size=32, intermediate_size=88, mlp_bias=bias, hidden_act=hidden_act)
     layout = getattr(fused_mlp.layers, f"{name}Layout")(config).to(device)
@@ -282,7 +282,7 @@ def test_layouts(fused_mlp, device, name, bias):
 
 
 def test_the_layout_of_a_plain_mlp(fused_mlp, device):
-    """CLIP's and SigLIP's MLP: always with biases."""
+    """The layout of CLIP's and SigLIP's MLP always has biases."""
     layout = fused_mlp.layers.MLPLayout(transformers.SiglipVisionConfig(hidden_size=32, intermediate_size=88)).to(
         device
     )
@@ -292,7 +292,7 @@ def test_the_layout_of_a_plain_mlp(fused_mlp, device):
 
 
 def test_every_layout_has_a_layer_and_is_tested(fused_mlp):
-    """transformers finds a layout by the layer's name, and computes the same with and without kernelize."""
+    """Every layout has the name, by which transformers finds it, and the forward of a layer."""
     layouts = {name.removesuffix("Layout") for name in fused_mlp.layers.__all__ if name.endswith("Layout")}
     assert layouts == {*LAYOUTS, "MLP"}
     for name in layouts:
@@ -304,7 +304,7 @@ def test_every_layout_has_a_layer_and_is_tested(fused_mlp):
 @pytest.mark.parametrize("name", ["GatedMLP", "GeGLUMLP", "SwiGLUMLP", "PackedGatedMLP"])
 @pytest.mark.parametrize("activation", ["gelu", "gelu_new", "quick_gelu", "silu", "relu", "relu2", "sigmoid"])
 def test_a_layout_has_the_activation_of_its_config(fused_mlp, device, name, activation):
-    """Also one that its name does not say: what a model computes stays what it was."""
+    """A layout applies its config's activation, even one other than its name suggests."""
     config = transformers.LlamaConfig(hidden_size=32, intermediate_size=88, hidden_act=activation)
     layout = getattr(fused_mlp.layers, f"{name}Layout")(config).to(device)
     module = LAYOUTS[name][0](lambda: activations.ACT2FN[activation]).to(device)
@@ -333,11 +333,11 @@ def test_a_config_without_mlp_bias_means_no_bias(fused_mlp):
     assert fused_mlp.layers.GeGLUMLPLayout(config).gate_proj.bias is None
 
 
-# Models in which kernelize finds no layer.
+# Models for which kernelize finds no layer.
 
 
 def mapping_for(layer, modes=None, **options):
-    """For modes, or for all; of this package, unless the options say otherwise."""
+    """Returns a mapping for the given modes or all, from this package unless the options name another."""
     options = {"layer_name": layer, "revision": f"v{project.version()}"} | options
     repository = LayerRepository(options.pop("repo_id", project.repo_id()), **options)
     return {machine.device_type(): repository if modes is None else dict.fromkeys(modes, repository)}
@@ -355,7 +355,7 @@ NO_LAYER = {
 
 
 def marked(module):
-    """The module, of a class of its own that kernelize knows as "Test"."""
+    """Returns the module as an instance of a new class that kernelize knows as "Test"."""
     module.__class__ = type("Marked", (type(module),), {"__module__": __name__})
     kernels.replace_kernel_forward_from_hub(type(module), "Test")
     return module
@@ -363,7 +363,7 @@ def marked(module):
 
 @pytest.mark.parametrize("case", NO_LAYER)
 def test_fallback(fused_mlp, device, case):
-    """The original where kernelize may fall back, an error where it may not."""
+    """A model keeps its original forward if kernelize may fall back, and kernelize raises if not."""
     make_mapping, mode = NO_LAYER[case]
     module, x = marked(Gated().to(device)), torch.randn(3, 32, device=device)
     expected = module(x)
@@ -389,7 +389,7 @@ def test_fallback_where_nothing_can_be_loaded(fused_mlp, device):
 
 
 def test_kernelized_again_for_other_modes(fused_mlp, device):
-    """Layers for one mode each: kernelize swaps them as the mode changes, and back to the original."""
+    """kernelize swaps the layers of each mode as the mode changes, and restores the original."""
     module, x = marked(Gated().to(device)), torch.randn(3, 32, device=device)
     expected = module(x)
     forwards = fused_mlp.layers.GatedMLP.forward, fused_mlp.layers.SwiGLUMLP.forward

@@ -1,6 +1,6 @@
-"""Liger's MLPs beside fused ones: put in before fusing and behind, in classes and in instances, and by Trainer.
+"""Liger's MLPs and fused ones: applied before and after fusing, to classes, to instances and by Trainer.
 
-Its kernels run on a GPU alone. What is fused is compared with the model as it was before Liger, everywhere.
+Liger's kernels run only on a GPU. Everywhere, fused models are compared with those before Liger.
 """
 
 import copy
@@ -43,7 +43,7 @@ def apply(kind, model=None):
 
 @pytest.fixture
 def classes():
-    """The modules of models whose classes Liger replaces, as they are now, put back in the end."""
+    """Restores the classes in models' modules that Liger replaces."""
     homes = [getattr(transformers.models, kind.lower()) for kind in KINDS]
     homes = [getattr(home, f"modeling_{kind.lower()}") for home, kind in zip(homes, KINDS, strict=True)]
     before = [dict(vars(home)) for home in homes]
@@ -87,7 +87,7 @@ def test_in_an_instance_before(fused_mlp, device, classes, tell_ops, dispatched,
 
 @kinds
 def test_in_an_instance_behind(fused_mlp, device, classes, tell_ops, dispatched, given, kind, caplog):
-    """A fused method is taken away: a line of the log and ``explain`` say by whom, and it can be fused again."""
+    """If Liger replaces a fused method, a log line and ``explain`` name Liger, and the module can be fused again."""
     model = of(kind, device)
     expected = logits(model, given)
     fused_mlp.fuse_mlps(model)
@@ -127,7 +127,7 @@ class Fusing(transformers.TrainerCallback):
 
 @pytest.mark.parametrize("config", [OFF, {**OFF, "swiglu": False}], ids=["fused behind", "fused before"])
 def test_trainer(fused_mlp, device, classes, tmp_path, config):
-    """``Trainer.train`` puts Liger into the model, and may be told to leave its MLPs."""
+    """``Trainer.train`` may apply Liger to the model with or without its MLPs."""
     model = of("Llama", device).train()
     plain = copy.deepcopy(model)
     ids, losses = torch.randint(2, 100, (8, 6)), []
@@ -145,7 +145,7 @@ def test_trainer(fused_mlp, device, classes, tmp_path, config):
 
 
 def test_with_its_norms(fused_mlp, device, classes):
-    """They are called; the MLP behind one is fused."""
+    """Liger's norms are called, and the MLPs after them are fused."""
     model = of("Llama", device)
     liger.apply_liger_kernel_to_llama(**{**OFF, "rms_norm": True}, swiglu=True, model=model)
     report = fused_mlp.fuse_mlps(model)
@@ -171,7 +171,7 @@ def test_a_product_that_somebody_patches(fused_mlp, device, classes, monkeypatch
 
 
 def test_a_version_that_nobody_has_read(fused_mlp, device, classes, monkeypatch):
-    """It is left as it is, and said so."""
+    """A Liger version with an unknown digest is left, and the report gives the reason."""
     monkeypatch.setattr(sys.modules[f"{fused_mlp.__name__}.models.proving.liger"], "_DIGESTS", {})
     activations = sys.modules[f"{fused_mlp.__name__}.models.proving.activations"]
     activations._products.known.clear()
@@ -183,7 +183,7 @@ def test_a_version_that_nobody_has_read(fused_mlp, device, classes, monkeypatch)
     assert all("forward is overridden on the instance (from liger_kernel" in each.reason for each in report.left)
 
 
-# The kinds behind these: a product as a function, and a method that a module itself holds.
+# The same kinds without Liger: a product in a function, and a method held by the module itself.
 
 
 def silu_and_mul(gate, up):
@@ -224,7 +224,7 @@ class Layer(nn.Module):
 
 @pytest.mark.parametrize("fused_first", [False, True])
 def test_another_forward_in_an_instance(fused_mlp, device, tell_ops, dispatched, fused_first):
-    """It is read in place of that of the class; the block around it computes the same."""
+    """A forward set on the instance is read in place of its class's, and the block around it computes the same."""
     model = Layer().to(device)
     x = torch.randn(2, 5, 32, device=device)
     if fused_first:

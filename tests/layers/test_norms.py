@@ -1,4 +1,4 @@
-"""Norms and scales: which classes are some, by their source."""
+"""Norms and scales: the classes that are recognised as such by their source."""
 
 import importlib
 from types import SimpleNamespace
@@ -108,7 +108,7 @@ def test_they_compute_what_their_class_does(fused_mlp, device, calls, kind):
 
 
 class Meta(RMSNorm):
-    """By a method of its own, and with other words."""
+    """Computes the norm in its own method, in other terms."""
 
     def normed(self, x):
         return x * torch.pow(x.square().mean(dim=-1, keepdim=True) + self.variance_epsilon, -0.5)
@@ -136,7 +136,7 @@ class Halved(nn.Module):
 
 @pytest.mark.parametrize("change", ["subclassed", "parametrized"])
 def test_of_another_class_since(fused_mlp, device, change):
-    """A norm whose class is another one after fusing is right, and explain does not name it as one op."""
+    """A norm whose class changes after fusing computes the right result, and explain names the new class."""
     module, fused = fused_pair(fused_mlp, device, Meta)
     for norm in (module.norm, fused.norm):
         if change == "parametrized":
@@ -149,7 +149,7 @@ def test_of_another_class_since(fused_mlp, device, change):
     assert f"a {type(fused.norm).__name__}" in fused_mlp.explain(fused.norm).reason
 
 
-# Near misses of an RMSNorm: another scale, or another ending.
+# Near misses of an RMSNorm, by scale or by ending.
 NEARLY = {
     "eps outside": "torch.rsqrt(x.pow(2).mean(-1, keepdim=True)) + self.variance_epsilon",
     "no eps": "torch.rsqrt(x.pow(2).mean(-1, keepdim=True))",
@@ -210,7 +210,7 @@ def written(body, arguments="x"):
 
 
 def test_what_is_written_is_read(norms):
-    """The next tests do not pass because of what they replace."""
+    """The unmodified source is recognised, so the next tests fail to match only because of their changes."""
     kind = written(f"return (self.weight * x * {ROOT}).to(dtype)")
     assert norms.code_of(kind(32)) == RMS and norms.known[kind].eps == "variance_epsilon"
     kind = written(f"return ((self.weight.float() + 1) * (x * {ROOT})).to(dtype)")
@@ -218,7 +218,7 @@ def test_what_is_written_is_read(norms):
 
 
 def test_a_condition_is_asked_at_each_call(fused_mlp, device, calls):
-    """The weight is read where an attribute of the module itself is True, and not where it was when it was read."""
+    """A condition on the module's own attribute is evaluated at each call: the op runs only while it is True."""
     module, fused = fused_pair(fused_mlp, device, Gemma4RMSNorm)
     x = x_of(device)
     for with_scale, taken in ((True, [RMS]), (False, []), (1, []), (True, [RMS])):
@@ -241,7 +241,7 @@ def test_other_arguments(norms, arguments):
     assert norms.code_of(written(f"return (self.weight * x * {ROOT}).to(dtype)", arguments)(32)) is None
 
 
-# Forwards of scales, and of what is none.
+# Forwards of scales and of look-alikes.
 SCALES = {
     "return x * self.gamma": True,
     "x = self.gamma * x\n    return x": True,
@@ -266,7 +266,7 @@ def test_scales(norms, body):
     assert (norms.code_of(module) == SCALE) == SCALES[body]
 
 
-# Changes to a fused module whose norm is Meta, and whether its block is one op still.
+# Changes to a fused module with Meta as its norm, and whether its block still runs as one op.
 
 
 def of_class(name, value):

@@ -1,4 +1,4 @@
-"""Products of widths that are no multiples of 8: the op, and the layers that take it."""
+"""Products with widths that are not multiples of 8: the op, and the layers that use it."""
 
 import copy
 import importlib
@@ -28,7 +28,7 @@ def native(fused_mlp):
 
 @pytest.fixture
 def linear(fused_mlp, monkeypatch):
-    """The module of such layers, which takes small ones too."""
+    """Returns the module of such layers, with its size limits lifted."""
     found = importlib.import_module(f"{fused_mlp.__name__}.autograd.linear")
     monkeypatch.setattr(found, "_LEAST_WORK", 0)
     monkeypatch.setattr(found, "_LEAST_WEIGHTS", 0)
@@ -43,7 +43,7 @@ def test_a_graph_expects_the_rates_of_the_op(linear):
 
 
 def laid_out(rows, columns, draw, device, dtype):
-    """A random matrix, by rows or by columns, perhaps a part of a larger one that holds NaNs around it."""
+    """Returns a random row- or column-major matrix, possibly a view into a larger one filled with NaN."""
     by_column, gap, lead = draw.choice([False, True]), draw.choice([0, 0, 1, 8]), draw.choice([0, 0, 1, 3])
     lines, length = (columns, rows) if by_column else (rows, columns)
     memory = torch.full((lines * (length + gap) + lead,), torch.nan, device=device, dtype=dtype)
@@ -54,7 +54,7 @@ def laid_out(rows, columns, draw, device, dtype):
 
 @pytest.mark.parametrize("seed", range(24))
 def test_product(native, device, seed):
-    """Products of any layout, by their error: on a Hopper GPU large ones of odd widths are of padded copies."""
+    """Products of any layout are as accurate as eager's. On a Hopper GPU, large odd ones use padded copies."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     most = 2400 if device.type == "cuda" else 70
@@ -65,14 +65,14 @@ def test_product(native, device, seed):
         found = native.mm(a, b)
     exact = a.double() @ b.double()
     assert found.is_contiguous()
-    eager = a @ b if device.type == "cuda" else a.contiguous() @ b.contiguous()  # oneDNN reads past the end of a row
+    eager = a @ b if device.type == "cuda" else a.contiguous() @ b.contiguous()  # oneDNN reads beyond the ends of rows
     assert_no_worse_than_eager(found, eager, exact)
 
 
 @on_gpu
 @pytest.mark.parametrize(("rows", "width", "out"), [(9000, 512, 50_257), (30_001, 264, 9001)])
 def test_blocks_of_rows(native, device, rows, width, out):
-    """So large a result is made in several blocks of rows, and what is copied beside it stays small."""
+    """A result this large is computed in several blocks of rows, which keeps the copies small."""
     x, weight = (torch.randn(size, width, device=device, dtype=torch.bfloat16) for size in (rows, out))
     native.mm(x, weight.t())
     torch.cuda.reset_peak_memory_stats()
@@ -87,7 +87,7 @@ def test_blocks_of_rows(native, device, rows, width, out):
 @pytest.mark.parametrize("op", ["linear", "gated_linear", "mlp", "gated_mlp"])
 @pytest.mark.parametrize("hidden", [2730, 1365])
 def test_functions_of_odd_widths(fused_mlp, device, op, hidden):
-    """Forward and backward, as large as to be padded, with an error no larger than eager's."""
+    """Functions of odd widths, large enough for padding, are as accurate as eager forward and backward."""
     made = reference.operands(op, (2048,), (1024, hidden, 1024), dtype=torch.bfloat16, device=device)
     for operand in made.values():
         operand.requires_grad_()
@@ -107,7 +107,7 @@ def test_functions_of_odd_widths(fused_mlp, device, op, hidden):
 
 
 class Head(nn.Module):
-    """The end of a language model."""
+    """The output layer of a language model."""
 
     def __init__(self, bias, width=64, out=301):
         super().__init__()
@@ -128,7 +128,7 @@ def test_left_on_a_cpu(fused_mlp, linear):
 @on_gpu
 @pytest.mark.parametrize(("bias", "dtype"), itertools.product([True, False], [torch.bfloat16, torch.float16]))
 def test_layer(fused_mlp, linear, device, monkeypatch, bias, dtype):
-    """Values and gradients as unfused, in all modes with the same bits."""
+    """The fused layer matches eager's values and gradients, with the same bits in all modes."""
     taken = []
     run = linear.run
     monkeypatch.setattr(linear, "run", lambda *given: taken.append(given[-1]) or run(*given))
@@ -159,7 +159,7 @@ def test_layer(fused_mlp, linear, device, monkeypatch, bias, dtype):
 
 @on_gpu
 def test_autocast_and_changes(fused_mlp, linear, device, monkeypatch):
-    """In autocast the weight is cast as torch casts it; what no kernel takes runs as it was written."""
+    """Under autocast the weight is cast as by torch; operands that no kernel takes run as written."""
     taken = []
     run = linear.run
     monkeypatch.setattr(linear, "run", lambda *given: taken.append(given[0].dtype) or run(*given))
@@ -172,7 +172,7 @@ def test_autocast_and_changes(fused_mlp, linear, device, monkeypatch):
             model(x).float().square().mean().backward()
     assert taken == [torch.bfloat16] and fused.head.weight.grad.dtype == torch.float32
     torch.testing.assert_close(fused.head.weight.grad, eager.head.weight.grad, rtol=5e-2, atol=1e-3)
-    assert torch.equal(fused(x), eager(x)) and len(taken) == 1  # float32
+    assert torch.equal(fused(x), eager(x)) and len(taken) == 1  # float32 is not taken
     fused.bfloat16()
     seen = []
     handle = fused.head.register_forward_hook(lambda *_: seen.append(1))
@@ -196,8 +196,8 @@ def test_gradients_that_are_differentiated(fused_mlp, linear, device):
 
 @pytest.mark.parametrize(("bias", "width", "out"), [(True, 64, 301), (False, 36, 44), (True, 36, 64)])
 def test_compiled(fused_mlp, linear, device, monkeypatch, bias, width, out):
-    """A graph has a product of zero-padded operands, forward and backward, whatever the number of rows."""
-    if device.type == "cpu":  # where nothing was measured
+    """A compiled layer is one product of zero-padded operands, forward and backward, for any number of rows."""
+    if device.type == "cpu":  # there are no measurements for CPUs
         monkeypatch.setattr(linear, "suits", lambda weight: any(size % 8 for size in weight.shape))
     monkeypatch.setattr(linear, "_fits", lambda rows, weight: True)
     monkeypatch.setattr(linear, "_ODD_RATE", 1.0)

@@ -1,6 +1,5 @@
-"""A module that is a projection, and the norm of its sum with a residual, in one call: by `fuse_mlps`, and by the layer
-`Output` through kernels.kernelize.
-"""
+"""A module with a projection and the norm of its sum with a residual runs as one call, through `fuse_mlps` and through
+the layer `Output` with kernels.kernelize."""
 
 import copy
 
@@ -20,7 +19,7 @@ def operands(device, dtype=torch.float32, shape=(2, 5), sizes=(88, 32)):
 
 
 def spread(module):
-    """The module with a norm whose weight and bias are not ones and zeros."""
+    """Returns the module with random weights and biases in its norm."""
     with torch.no_grad():
         module.LayerNorm.weight.uniform_(0.5, 1.5), module.LayerNorm.bias.normal_()
     return module
@@ -28,7 +27,7 @@ def spread(module):
 
 @pytest.fixture(params=["fuse_mlps", "kernelize"])
 def fused_pair(fused_mlp, device, request):
-    """A module in eval mode, and a copy of it that is fused."""
+    """Returns a function that makes a module in eval mode and its fused copy."""
 
     def make(module=None, dtype=torch.float32):
         return pair(fused_mlp, request.param, spread(module or Output()).to(device, dtype).eval())
@@ -85,7 +84,7 @@ def hooked(name):
     return change
 
 
-# Changes to a module between its calls.
+# Changes to a module between calls.
 CHANGES = {
     **{f"a hook of {name}": hooked(name) for name in ("dense", "dropout", "LayerNorm")},
     "another dropout": lambda module, monkeypatch: setattr(module, "dropout", Doubled()),
@@ -161,7 +160,7 @@ def test_what_explain_says(fused_mlp, device, fused_pair):
     assert explanation.parts[0].pattern == "linear with residual and norm"
     fused.train()
     active = fused_mlp.explain(fused)
-    if device.type == "cuda":  # where an op draws the mask in training
+    if device.type == "cuda":  # an op draws the mask in training there
         assert (active.implementation, active.reason) == (explanation.implementation, explanation.reason)
     else:
         assert (active.implementation, active.reason) == ("original", "calls dropout (active in training)")
@@ -174,7 +173,7 @@ def test_the_hub_s_rules(fused_mlp):
 
 
 def test_fuse_mlps_leaves_it_alone(fused_mlp, device):
-    """A module keeps the layer that kernelize has given it."""
+    """fuse_mlps keeps the layer that kernelize gave a module."""
     module = spread(Output()).to(device).eval()
     fused = fuse(fused_mlp, "fuse_mlps", fuse(fused_mlp, "kernelize", copy.deepcopy(module)))
     assert fused.forward.__func__ is fused_mlp.layers.Output.forward
@@ -184,7 +183,7 @@ def test_fuse_mlps_leaves_it_alone(fused_mlp, device):
 
 
 def test_restored(fused_mlp, device):
-    """The report has it beside MLPs, and gives its own method back."""
+    """The report lists the module beside MLPs, and restores its own method."""
     module = spread(Output()).to(device).eval()
     report = fused_mlp.fuse_mlps(module)
     assert [(entry.pattern, entry.extent) for entry in report.fused] == [("linear with residual and norm", "full")]
@@ -196,14 +195,14 @@ def test_restored(fused_mlp, device):
 
 
 class Scaled(Output):
-    """It scales the residual."""
+    """Scales the residual."""
 
     def forward(self, hidden_states, input_tensor):
         return self.LayerNorm(self.dropout(self.dense(hidden_states)) + 0.5 * input_tensor)
 
 
 class Shifted(Output):
-    """The residual is no argument."""
+    """Changes the residual before the sum."""
 
     def forward(self, hidden_states, input_tensor):
         input_tensor = input_tensor + 1
@@ -211,7 +210,7 @@ class Shifted(Output):
 
 
 class Summed(Output):
-    """It has no norm."""
+    """Has no norm."""
 
     def forward(self, hidden_states, input_tensor):
         return self.dropout(self.dense(hidden_states)) + input_tensor
@@ -225,7 +224,7 @@ def test_other_modules_are_left(fused_mlp, device, kind):
 
 
 def test_a_tail_that_was_fused_alone(fused_mlp, device, called_ops):
-    """It is still the second half of the MLP around it."""
+    """A tail that was fused alone still becomes the second half of the MLP around it."""
     module = Halves().to(device).eval()
     expected = copy.deepcopy(module)
     fused_mlp.fuse_mlps(module.output)

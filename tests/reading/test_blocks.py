@@ -1,4 +1,4 @@
-"""The block that an MLP is part of: its residual and its norms in one op with it."""
+"""The block around an MLP: its residual and its norms in one op with the MLP."""
 
 import copy
 import pickle
@@ -101,7 +101,7 @@ def test_settled_conditions_are_asked_at_each_call(fused_mlp, device, blocks, ki
 def test_conditions_that_are_not_settled(fused_mlp, device, kind):
     module, fused = fused_pair(fused_mlp, device, kind)
     with torch.no_grad():
-        module(x_of(device))  # as the other one has been called
+        module(x_of(device))  # to match the calls of the fused one
         for _ in range(3):
             x = x_of(device)
             assert_close(fused(x), module(x))
@@ -109,7 +109,7 @@ def test_conditions_that_are_not_settled(fused_mlp, device, kind):
 
 
 class Others:
-    """Another object that `F` may stand for."""
+    """A replacement of `F`."""
 
     silu = staticmethod(torch.tanh)
 
@@ -199,7 +199,7 @@ def patched(owner, name):
     return change
 
 
-# Changes to a fused module, and whether its block is one op still.
+# Changes to a fused module, and whether its block still runs as one op.
 CHANGES = {
     "another eps": (with_attribute("eps", 0.5), True),
     "another weight": (with_attribute("weight", lambda norm: nn.Parameter(2 * norm.weight)), True),
@@ -236,7 +236,7 @@ def test_changes_are_seen(fused_mlp, device, monkeypatch, blocks, change, kind):
     with torch.no_grad():
         for _ in range(2):
             assert_close(fused(x.to(expected.dtype)), expected)
-    passes = change == "Identity" and kind is Reordered  # where the norm is of the MLP's result
+    passes = change == "Identity" and kind is Reordered  # this norm acts on the MLP's result
     assert len(blocks) == 2 * (is_one or passes)
 
 
@@ -245,7 +245,7 @@ def hook(part):
 
 
 def setting(name, make):
-    """A change that gives a module an attribute, made where the module is."""
+    """Returns a change that sets a module's attribute to a value made on the module's device."""
 
     def change(module, patch):
         with next(module.parameters()).device:
@@ -262,7 +262,7 @@ def patched_scale(name, value):
     return lambda module, patch: patch.setattr(LayerScale, name, value, raising=False)
 
 
-# Changes to other parts of a fused module, by its kind, and the call of the block's op that there is still, if any.
+# Changes to other parts of a fused module by its kind, and the block op's call that remains, if any.
 PART_CHANGES = {
     (Around, "a hook"): (lambda module, _: hook(module.mlp), None),
     (Around, "a hook of a part"): (lambda module, _: hook(module.mlp.fc2), None),
@@ -288,7 +288,7 @@ PART_CHANGES = {
     (Scaling, "an attribute of the class"): (patched_scale("lambda1", 3.0), None),
     (Scaling, "one value"): (
         lambda module, _: setattr(module.scale, "lambda1", nn.Parameter(module.scale.lambda1[:1])),
-        KINDS[Scaling],  # raises
+        KINDS[Scaling],  # which raises
     ),
     (OwnScale, "one for all"): (own_scale(lambda: torch.randn(1)), None),
     (OwnScale, "a number"): (own_scale(lambda: torch.randn(())), None),
@@ -326,7 +326,7 @@ def patched_later(module):
     type(module.mlp).forward = lambda self, x: 5 * x
 
 
-# Changes to a sequence that is the MLP.
+# Changes to an MLP that is a sequence.
 SEQUENCE_CHANGES = {
     "a hook": lambda module: hook(module.mlp),
     "a hook of a part": lambda module: hook(module.mlp[3]),
@@ -343,7 +343,7 @@ SEQUENCE_CHANGES = {
 
 @pytest.mark.parametrize("change", SEQUENCE_CHANGES)
 def test_changes_of_a_sequence_are_seen(fused_mlp, device, blocks, change):
-    # A class of its own, as torchvision's MLP has one, to be patched for this test alone.
+    # A subclass as in torchvision's MLP, made here so that only this test patches it.
     kinds = [type("MLP", (nn.Sequential,), {}) for _ in range(2)]
     module, fused = fused_pair(fused_mlp, device, AroundSequence)
     module.mlp, fused.mlp = (kind(*each.mlp) for kind, each in zip(kinds, (module, fused)))
@@ -370,13 +370,13 @@ def test_copies_and_modes(fused_mlp, device, blocks, kind):
 
     def calls(expected, each, x=x, tolerance=1e-4):
         with torch.no_grad():
-            each(x), blocks.clear()  # the class of an activation is learnt at its first call
+            each(x), blocks.clear()  # the first call learns the activation's class
             assert_close(each(x), expected(x), tolerance)
         return len(blocks)
 
     assert calls(module, fused) == 1
     assert calls(module, copy.deepcopy(fused)) == 1
-    assert calls(module, pickle.loads(pickle.dumps(fused))) == 0  # what is pickled is not fused
+    assert calls(module, pickle.loads(pickle.dumps(fused))) == 0  # pickling drops the fused methods
     with torch.autocast(device.type, torch.bfloat16):
         assert calls(module, fused, tolerance=2e-2) == 0
     with fused_mlp.backend("torch"):
@@ -388,7 +388,7 @@ def test_copies_and_modes(fused_mlp, device, blocks, kind):
 
 
 def test_blocks_around_modules_are_not_reported(fused_mlp, device):
-    """The MLP is; and both are given back."""
+    """The report lists the MLP and not the block around it, and restores both."""
     module = Around().to(device).eval()
     report = fused_mlp.fuse_mlps(module)
     assert [(entry.path, entry.pattern) for entry in report.modules] == [("mlp", "plain with residual and norm")]
@@ -399,7 +399,7 @@ def test_blocks_around_modules_are_not_reported(fused_mlp, device):
 
 
 def test_blocks_around_what_is_left_are_left(fused_mlp, device):
-    """A layer is changed where its MLP is, and only there."""
+    """fuse_mlps changes a layer only if it fuses its MLP."""
     module = nn.Sequential(Around(), Around()).to(device).eval()
     module[0].mlp.fc1.double()  # no op takes weights of two dtypes
     report = fused_mlp.fuse_mlps(module)
@@ -428,7 +428,7 @@ def test_dropout_that_is_active_is_applied(fused_mlp, device, blocks, kind, part
 
 
 class Given(Halves):
-    """The residual comes from elsewhere."""
+    """Takes a residual from elsewhere."""
 
     residual = 1.0
 
@@ -438,7 +438,7 @@ class Given(Halves):
 
 
 def test_residuals_of_other_shapes(fused_mlp, device):
-    """PyTorch goes on to broadcast and to promote."""
+    """Residuals of other shapes broadcast and promote as in PyTorch."""
     module, fused = fused_pair(fused_mlp, device, Given)
     lead = x_of(device).shape[:-1]
     for residual in (torch.randn(32), torch.randn(*lead, 1), torch.randn(4, *lead, 32), 2.0):
@@ -459,8 +459,8 @@ def test_other_forms(fused_mlp, device, kind):
 
 
 def test_compiled(fused_mlp, device):
-    """The traced parts of a block are those of the source."""
-    kinds = set(KINDS) - ({OfConv1D} if device.type == "cuda" else set())  # whose products a GPU's compiler makes
+    """A compiled block runs as one MLP op without separate linear layers."""
+    kinds = set(KINDS) - ({OfConv1D} if device.type == "cuda" else set())  # on a GPU, the compiler makes its products
     for kind in kinds:
         module, fused = fused_pair(fused_mlp, device, kind)
         targets = []
@@ -478,7 +478,7 @@ def test_compiled(fused_mlp, device):
         assert len(mlps) == 1 and not any("linear" in target for target in targets), kind
 
 
-# Models, and how many blocks they have.
+# Models, and their number of blocks.
 MODELS = {"vit": 2, "bart": 4, "opt": 2, "whisper": 4, "bert": 4, "xlm-roberta-xl": 2}
 MODELS.update({"t5": 4, "umt5": 4, "llama": 2, "gemma": 2, "gemma2": 2, "phi3": 2, "qwen3": 2})
 MODELS.update({"gpt2": 2, "imagegpt": 2, "olmo2": 2, "glm4": 2, "exaone4": 2, "granite": 2, "dinov2": 2})

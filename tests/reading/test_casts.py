@@ -1,4 +1,4 @@
-"""MLPs whose code casts hidden values to the dtype of the last projection's weight: one op where nothing is cast."""
+"""MLPs that cast hidden values to the last projection's dtype run as one op if there is nothing to cast."""
 
 import copy
 
@@ -12,7 +12,7 @@ from safety import assert_close, warmed, x_of
 
 
 class Casting(Plain):
-    """T5's."""
+    """As in T5."""
 
     def forward(self, hidden_states):
         hidden_states = self.fc1(hidden_states)
@@ -28,7 +28,7 @@ class Casting(Plain):
 
 
 class GatedCasting(Gated):
-    """Flan-T5's, without a condition that is more than one comparison."""
+    """As in Flan-T5, with a condition of a single comparison."""
 
     def forward(self, x):
         hidden = self.act_fn(self.gate_proj(x))
@@ -52,7 +52,7 @@ class Around(nn.Module):
 
 
 class InOneMethod(Casting):
-    """With the norm and the sum of the block."""
+    """Contains the norm and the sum of the block."""
 
     def __init__(self):
         super().__init__()
@@ -98,7 +98,7 @@ def test_nothing_to_cast(fused_mlp, device, called_ops, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_weight_of_another_dtype(fused_mlp, device, called_ops, kind):
-    """The first half alone is fused; the report says what is cast, of a model that is fused like that."""
+    """If the last weight has another dtype, only the first half is fused, and the report names the cast."""
     module, fused = fused_pair(fused_mlp, device, kind)
     for each in (module, fused):
         last_of(each).float()
@@ -116,7 +116,7 @@ def test_a_weight_of_another_dtype(fused_mlp, device, called_ops, kind):
 @pytest.mark.parametrize("kind", ["plain", "gated"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast(fused_mlp, device, called_ops, kind, dtype):
-    """There hidden values have a dtype that neither x nor the weights have."""
+    """The result is right under autocast, where hidden values have another dtype than x and the weights."""
     module, fused = fused_pair(fused_mlp, device, kind, dtype)
     other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
     x = x_of(device).to(dtype)
@@ -145,7 +145,7 @@ def test_under_autograd(fused_mlp, device, kind):
 
 @pytest.mark.parametrize("first", [False, True])
 def test_a_computed_weight_is_not_computed_for_the_report(fused_mlp, device, first):
-    """Spectral norm makes a step of its iteration whenever its weight is read in training."""
+    """Fusing does not read spectral norm's weight, which in training advances its iteration at each read."""
     module = Casting().to(device).train()
     nn.utils.parametrizations.spectral_norm(module.fc1 if first else module.fc2)
     before = copy.deepcopy(module.state_dict())

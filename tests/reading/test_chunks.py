@@ -1,4 +1,4 @@
-"""Layers of transformers that run their MLP on chunks: the fused method is called at once where there is one chunk."""
+"""Layers of transformers that run their MLP on chunks: with a single chunk, the fused method is called directly."""
 
 import copy
 import inspect
@@ -35,7 +35,7 @@ def pair(request, fused_mlp, device):
 
 @pytest.fixture
 def signatures(monkeypatch):
-    """The methods run on chunks whose signatures are asked for."""
+    """Collects the names of chunk methods whose signature is inspected."""
     asked, signature = [], inspect.signature
 
     def tell(of, **options):
@@ -68,7 +68,7 @@ def test_one_chunk(device, pair, signatures):
 
 @pytest.mark.parametrize("size", [2, True, 5])
 def test_other_chunks(device, pair, signatures, size):
-    """Chunks of 2 rows; of one, by something equal to 1; and of a size that the rows are no multiple of."""
+    """Other chunk sizes run as unfused: 2, True (equal to 1), and one that does not divide the rows."""
     module, fused = pair
     x = x_of(device, 3, 6)
     for each in pair:
@@ -109,7 +109,7 @@ def test_a_patched_function(fused_mlp, device, monkeypatch):
 
 
 def test_a_forward_of_its_own_is_left(fused_mlp, device):
-    """As accelerate leaves one in a layer: what it calls is fused."""
+    """A layer whose forward accelerate replaced keeps it; the methods that it calls are fused."""
     module = bert_layer().to(device).eval()
     fused = copy.deepcopy(module)
     forward = fused.forward

@@ -1,4 +1,4 @@
-"""MLPs found in a source: source in, patterns out."""
+"""MLPs found in source code: patterns for given sources."""
 
 import ast
 import importlib
@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-# The roles of the attributes of `self`, and of functions.
+# Roles of the attributes of `self`, and of functions.
 ROLES = {
     **dict.fromkeys(("self.p", "self.q", "self.d"), "projection"),
     **dict.fromkeys(("self.act", "gelu"), "activation"),
@@ -25,7 +25,7 @@ ROLES = {
     "isinstance": "asking",
 }
 
-# Expressions in `return ...`, and what is fused in them.
+# Expressions in `return ...`, and the patterns fused in them.
 EXPRESSIONS = {
     "self.act(self.p(x))": ["linear"],
     "self.d(self.act(self.p(x)))": ["plain"],
@@ -58,7 +58,7 @@ EXPRESSIONS = {
     "[self.act(self.p(x)) for x in y]": [],
     "lambda: self.act(self.p(x))": [],
     "y if x is None else self.d(self.act(self.p(x)))": ["plain"],
-    # Activations that are spelled out.
+    # Activations written out.
     "gelu(self.p(x), approximate='tanh')": ["linear"],
     "gelu(self.p(x), approximate=self.approximate)": ["linear"],
     "gelu(self.p(x), approximate=other())": [],
@@ -66,11 +66,11 @@ EXPRESSIONS = {
     "relu(self.p(x), True)": ["linear"],
     "self.d(self.p(x).relu())": [],
     "self.d(self.act(self.p(x)) ** 2)": ["linear"],
-    "self.d(self.p(x) * sigmoid(self.p(x)))": ["gated"],  # called twice in the source too
+    "self.d(self.p(x) * sigmoid(self.p(x)))": ["gated"],  # the source calls it twice too
     "self.d(glu(self.p(x)))": [],
 }
 
-# Methods, with `h` what goes through the activation.
+# Methods, with `h` as the activation's input.
 BODIES = {
     "h = self.p(x); return self.d(self.act(h))": ["plain"],
     "h: Tensor = self.p(x); return self.d(self.act(h))": ["plain"],
@@ -87,7 +87,7 @@ BODIES = {
     "g, *u = self.p(x).chunk(2, dim=-1); return self.act(g) * u": ["pointwise"],
     "h = self.p(x); return self.d(h * sigmoid(h))": ["pointwise"],
     "h = self.p(x); g = self.q(x); return self.d(h * sigmoid(g))": ["gated"],
-    # Casts under a condition.
+    # Conditional casts.
     "h = self.act(self.p(x)); if h.dtype != x.dtype: h = h.to(self.d.weight.dtype); return self.d(h)": ["plain"],
     "h = self.act(self.p(x)); if isinstance(h, Tensor): h = h.to(self.d.weight.dtype); return self.d(h)": ["plain"],
     "h = self.act(self.p(x)); h = h * self.q(x); if y: h = h.to(self.d.weight.dtype); return self.d(h)": ["gated"],
@@ -105,7 +105,7 @@ BODIES = {
     "h = self.act(self.p(x)); return self.d(h.to(self.d.weight.dtype) if y else h)": ["plain"],
     "h = self.act(self.p(x)); return self.d(h.to(self.d.weight.dtype) if other(h) else h)": ["linear"],
     "h = self.act(self.p(x)); h = h.to(self.d.weight.dtype) if (z := y) else h; return self.d(h)": ["linear"],
-    # Used once more, or under a condition.
+    # Used a second time, or under a condition.
     "h = self.p(x); return self.d(self.act(h)), h": [],
     "h = self.p(x); return lambda: self.act(h)": [],
     "h = self.p(x); return [h for _ in x], self.act(h)": [],
@@ -129,7 +129,7 @@ BODIES = {
     "if y:\n    h = self.p(x)\n    z = self.act(h)\nelse:\n    h = z = 0\nreturn h": [],
     "for z in y:\n    if z:\n        h = self.p(x)\n        z = self.act(h)\n    else:\n        z = h\nreturn z": [],
     "for z in y:\n    h = self.p(x)\n    z = self.act(h)\nelse:\n    z = h\nreturn z": [],
-    # Something happens between.
+    # Something happens in between.
     "h = self.p(x); other(); return self.act(h)": [],
     "h = self.p(x); y = self.q(x); return self.act(h), y": [],
     "h = self.p(x); return self.q(x) + self.act(h)": [],
@@ -144,13 +144,13 @@ BODIES = {
     "x += self.d(self.act(self.p(x)))": ["plain"],
 }
 
-# Ways to bind `h` anew between the projection and the activation; test_rewriting.py runs the others.
+# Ways to rebind `h` between the projection and the activation; test_rewriting.py runs the others.
 REBOUND = [
     *("del h", "import h", "import h.y", "import y as h", "from y import h", "from y import z as h"),
     *("def h(): pass", "async def h(): pass", "class h: pass", "for y, (h, z) in x: pass", "with x as (y, h): pass"),
     *("try:\n    pass\nexcept ValueError as h:\n    pass", "match x:\n    case [_, *h]: pass"),
     *("match x:\n    case {'y': 1, **h}: pass", "match x:\n    case 1: h = 1"),
-    "y = lambda: (h := x)",  # not this one, but nobody has to know
+    "y = lambda: (h := x)",  # does not rebind it, but that need not be known
 ]
 
 
@@ -167,7 +167,7 @@ SPLIT_MLPS = {
     "h = self.first(x); other(); return self.second(h, x)": False,
     "h = self.first(x); return self.second(h, x) if y else x": False,
     "return self.second(self.first(x), self.norm(x))": False,
-    "return self.second(self.first(x), self.residual)": False,  # which a hook of the first may set
+    "return self.second(self.first(x), self.residual)": False,  # a hook of the first half may set it
     "return self.second(self.first(x), *y)": False,
     "return self.second(self.first(x), **y)": False,
     "return self.second(x, self.first(x))": False,
@@ -177,7 +177,7 @@ SPLIT_MLPS = {
     "return self.first(self.second(x))": False,
 }
 
-# The returned value, and the block that is found in it: what is around the MLP, in words of `around`.
+# The returned value, and the block found in it: the parts around the MLP, in words of `around`.
 BLOCKS = {
     "x + self.mlp(x)": "sum",
     "self.mlp(x) + x": "sum",
@@ -197,7 +197,7 @@ BLOCKS = {
     "self.rms(x + self.rms(self.mlp(x)))": "self.rms sum",
     "x + self.rms(self.rms(self.mlp(x)))": "",
     "x + self.scale(self.rms(self.mlp(x)))": "",
-    "x + self.factor * self.mlp(x)": "* self.factor sum",  # whose own __mul__ it may be
+    "x + self.factor * self.mlp(x)": "* self.factor sum",  # its own __mul__ may differ
     "x + self.drop(self.factor * self.drop(self.mlp(x)))": "self.drop self.drop * self.factor sum",
     "x + self.drop(self.rms(self.factor * self.mlp(x)))": "",
     "x + y + self.mlp(x)": "sum",
@@ -242,7 +242,7 @@ BLOCKS = {
     "x[0] + self.mlp(x)": "",
 }
 
-# The start of a module, with `h` its argument, and whether that is the last projection of an MLP.
+# The start of a module, with `h` as its argument, and whether this is the last projection of an MLP.
 STARTS = {
     "return self.d(h)": True,
     "return self.norm(self.d(h) + y)": True,
@@ -260,7 +260,7 @@ STARTS = {
 
 
 def found(fused_mlp, body):
-    """The matches of a method with this body, and the method with `fused` in their places."""
+    """Returns the matches in a method with this body, and the method with `fused` in their places."""
     substitution = importlib.import_module(f"{fused_mlp.__name__}.models.rewriting.substitution")
     tree = ast.parse("def forward(self, x, y=None):\n" + textwrap.indent(body, "    ")).body[0]
     made = substitution.rewrite(
@@ -320,12 +320,12 @@ def test_starts(fused_mlp, body):
 @pytest.mark.parametrize("statement", REBOUND)
 @pytest.mark.parametrize("where", ["before", "within"])
 def test_a_name_that_is_bound_anew(fused_mlp, statement, where):
-    """Neither the projection nor its activation goes to another place, whatever the name is then."""
+    """A rebound name keeps the projection and its activation in their places."""
     body = f"h = self.p(x)\n{statement}\nreturn self.act(h)"
     if where == "within":
         body = f"for z in x:\n{textwrap.indent(body, '    ')}"
     assert patterns(fused_mlp, body) == []
-    # The activation's value, and what goes into the projection, likewise.
+    # The same for the activation's value and the projection's input.
     assert "plain" not in patterns(
         fused_mlp, body.replace("self.p(x)", "self.act(self.p(x))").replace("act(h)", "d(h)")
     )
@@ -352,6 +352,6 @@ def test_the_gate_is_the_factor_with_the_activation(fused_mlp, body, up_left):
 
 
 def test_what_is_left_of_a_method(fused_mlp):
-    """All but the statements that a call has taken in, in their order."""
+    """The remaining method has all statements but those that the call contains, in order."""
     _, tree = found(fused_mlp, "n = len(x)\nh = self.p(x)\nk = n + 1\nh = self.act(h)\nreturn self.d(h) + k")
     assert ast.unparse(tree).splitlines()[1:] == ["    n = len(x)", "    k = n + 1", "    return fused + k"]

@@ -1,4 +1,4 @@
-"""Blocks of diffusion transformers: a norm that is modulated, an MLP that runs its parts in turn, and a gate."""
+"""Blocks of diffusion transformers: a modulated norm, an MLP that runs its parts in turn, and a gate."""
 
 import copy
 import functools
@@ -26,7 +26,7 @@ def in_chunks(module, x, size):
 
 
 class AskingHead(nn.Module):
-    """Asks something of what the norm makes of x, which is not there where the norm is in the op."""
+    """Reads the norm's output, which does not exist if the op contains the norm."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ class ChangingHead(AskingHead):
 
 
 class AskingItself(AskingHead):
-    """Has a branch without an MLP that does something."""
+    """Has a branch with a side effect and no MLP."""
 
     def __init__(self):
         super().__init__()
@@ -71,7 +71,7 @@ class AlwaysCounting(AskingItself):
 
 
 class Modulated(nn.Module):
-    """Stable Diffusion 3's."""
+    """As in Stable Diffusion 3."""
 
     norm_of = functools.partial(nn.LayerNorm, 32, elementwise_affine=False, eps=1e-6)
 
@@ -82,7 +82,7 @@ class Modulated(nn.Module):
     def forward(self, x, shift, scale, gate):
         normed = self.norm(x)
         normed = normed * (1 + scale[:, None]) + shift[:, None]
-        if self.chunk_size is not None:  # noqa: SIM108 (as it is written there)
+        if self.chunk_size is not None:  # noqa: SIM108 (as in the original)
             values = in_chunks(self.ff, normed, self.chunk_size)
         else:
             values = self.ff(normed)
@@ -92,7 +92,7 @@ class Modulated(nn.Module):
 
 
 class InOneExpression(Modulated):
-    """LTX's, whose scales have the tokens' dimension."""
+    """As in LTX, whose scales include the tokens' dimension."""
 
     def forward(self, x, shift, scale, gate):
         shift, scale, gate = shift[:, None], scale.unsqueeze(1), gate[:, None, :]
@@ -100,7 +100,7 @@ class InOneExpression(Modulated):
 
 
 class OnlyScaled(Modulated):
-    """Lumina's, of RMSNorm."""
+    """As in Lumina, with RMSNorm."""
 
     norm_of = functools.partial(nn.RMSNorm, 32, elementwise_affine=False, eps=1e-5)
 
@@ -110,7 +110,7 @@ class OnlyScaled(Modulated):
 
 
 class Nested(Modulated):
-    """The other stream of Stable Diffusion 3: in a branch."""
+    """As in the other stream of Stable Diffusion 3: inside a branch."""
 
     def __init__(self, activation="gelu-approximate"):
         super().__init__(activation)
@@ -122,7 +122,7 @@ class Nested(Modulated):
         else:
             normed = self.norm(x)
             normed = normed * (1 + scale[:, None]) + shift[:, None]
-            if self.chunk_size is not None:  # noqa: SIM108 (as it is written there)
+            if self.chunk_size is not None:  # noqa: SIM108 (as in the original)
                 values = in_chunks(self.ff, normed, self.chunk_size)
             else:
                 values = self.ff(normed)
@@ -131,7 +131,7 @@ class Nested(Modulated):
 
 
 class ManyWays(Modulated):
-    """As diffusers' BasicTransformerBlock: more conditions than are moved one by one."""
+    """Has more conditions than are moved one by one, as diffusers' BasicTransformerBlock."""
 
     def __init__(self, activation="gelu-approximate", norm_type="zero"):
         super().__init__(activation)
@@ -149,7 +149,7 @@ class ManyWays(Modulated):
             normed = self.other(x)
         if self.norm_type == "plain":
             normed = self.plain(x)
-        if self.chunk_size is not None:  # noqa: SIM108 (as it is written there)
+        if self.chunk_size is not None:  # noqa: SIM108 (as in the original)
             values = in_chunks(self.ff, normed, self.chunk_size)
         else:
             values = self.ff(normed)
@@ -162,7 +162,7 @@ class ManyWays(Modulated):
 
 
 class InFloat32(Modulated):
-    """Wan's: modulation and sum in float32, cast to the dtype of x."""
+    """As in Wan: modulation and sum in float32, cast to the dtype of x."""
 
     norm_of = functools.partial(FP32LayerNorm, 32, 1e-6, elementwise_affine=False)
 
@@ -186,7 +186,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name
 
 
 def given(device, batch=3, tokens=7, dtype=torch.float32):
-    """x, and shift, scale and gate of each of the batch."""
+    """Returns x, and a shift, scale and gate for each batch entry."""
     x = torch.randn(batch, tokens, 32, device=device, dtype=dtype)
     return x, *torch.randn(batch, 3 * 32, device=device, dtype=dtype).chunk(3, dim=1)
 
@@ -199,7 +199,7 @@ def fused_pair(fused_mlp, device, kind, *args):
 @every_kind
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_of_16_bits(fused_mlp, device, blocks, kind, dtype):
-    """Errors are no larger than the original's."""
+    """Errors in 16 bits are at most 1.06 times the original's."""
     if device.type == "cpu" and dtype == torch.float16:
         pytest.skip("no kernel")
     module, fused = fused_pair(fused_mlp, device, kind)
@@ -243,7 +243,7 @@ def hook(part):
     part.register_forward_hook(lambda part, args, output: 2 * output)
 
 
-# Changes to a fused module, and whether its block is one op still.
+# Changes to a fused module, and whether its block still runs as one op.
 CHANGES = {
     "a norm with a weight": (with_attribute("norm", lambda: with_weight(nn.LayerNorm(32))), False),
     "RMSNorm": (with_attribute("norm", lambda: nn.RMSNorm(32, elementwise_affine=False, eps=1e-6)), True),
@@ -288,9 +288,9 @@ def with_weight(norm):
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_are_seen(fused_mlp, device, blocks, change, kind):
     module, fused = fused_pair(fused_mlp, device, kind)
-    fused_mlp.fuse_mlps(FeedForward(32, activation_fn="geglu"))  # the class of the other head was read, then
+    fused_mlp.fuse_mlps(FeedForward(32, activation_fn="geglu"))  # so that the other head's class has been read
     alter, is_one = CHANGES[change]
-    is_one = is_one or (kind is InFloat32 and change == "chunks")  # of which it has none
+    is_one = is_one or (kind is InFloat32 and change == "chunks")  # its chunk size is unused
     operands = given(device, dtype=torch.float64 if change == "wider" else torch.float32)
     outcomes = []
     for each in (module, fused):
@@ -303,12 +303,12 @@ def test_changes_are_seen(fused_mlp, device, blocks, change, kind):
                 outcomes.append(each(*operands))
     assert_close(outcomes[2], outcomes[0])
     assert_close(outcomes[3], outcomes[0])
-    assert len(blocks) in ((1, 2) if is_one else (0,))  # the class of an activation is learnt at its first call
+    assert len(blocks) in ((1, 2) if is_one else (0,))  # the first call learns the activation's class
 
 
 @pytest.mark.parametrize("norm_type", ["zero", "plain", "single", "nothing"])
 def test_each_way(fused_mlp, device, blocks, norm_type):
-    """The conditions are asked at each call, also where the module was fused as another way was taken."""
+    """Conditions are evaluated at each call, also if the module was fused in another branch."""
     for at_first in ("zero", "plain"):
         module, fused = fused_pair(fused_mlp, device, ManyWays, "gelu", at_first)
         for each in (module, fused):
@@ -329,7 +329,7 @@ def test_a_condition_that_raises(fused_mlp, device):
             each(*given(device))
 
 
-# Scale and gate in other shapes and kinds than one for each of the batch, and whether the op takes them.
+# Scale and gate in shapes and kinds other than one per batch entry, and whether the op takes them.
 OPERANDS = {
     "one for all": (lambda x, *given: (x, *(each[:1] for each in given)), True),
     "a number": (lambda x, shift, scale, gate: (x, shift, scale, gate[:, :1]), False),
@@ -353,7 +353,7 @@ def test_other_operands(fused_mlp, device, blocks, form):
 
 
 def test_no_broadcast_of_the_residual(fused_mlp, device):
-    """Scales of more images than x has: the result has more."""
+    """Scales for more images than x has give a result with more images, as unfused."""
     module, fused = fused_pair(fused_mlp, device, Modulated)
     x, *others = given(device)
     with torch.no_grad():
@@ -386,7 +386,7 @@ def test_a_head_that_asks(fused_mlp, device, blocks, head):
     fused = copy.deepcopy(module)
     fused_mlp.fuse_mlps(fused)
     with torch.no_grad():
-        module(*given(device)), fused(*given(device))  # what runs in turn is learnt at its first call
+        module(*given(device)), fused(*given(device))  # the first call learns the parts that run in turn
     for offset in (0, 5):
         for calls in (None, 0):
             for each in (module, fused):

@@ -1,5 +1,5 @@
-"""The reader of source: experts, gates and activations that compute something else than they seem to are left, and what
-a proof rests on is looked at again at every call."""
+"""The reader of source leaves experts, gates and activations that do not compute what they seem to, and a proof's
+premises are checked at every call."""
 
 import copy
 
@@ -21,7 +21,7 @@ class Config:
 
 
 class Loop(nn.Module):
-    """Experts as anybody writes them; subclasses change one thing each."""
+    """Commonly written experts; each subclass changes one thing."""
 
     def __init__(self, factor=1.0):
         super().__init__()
@@ -56,13 +56,13 @@ class Bounded(Loop):
 
 
 def method(name, arguments, body):
-    """Loop with another method."""
+    """Returns a subclass of Loop with one method replaced."""
     kind = written.with_forward(Loop, body, arguments)
     return type("Written", (Loop,), {name: kind.forward, "__module__": __name__})
 
 
 def loop(of="x", experts="range(EXPERTS)", chosen="index == expert", start="", each="", end="", add="{}", out="out"):
-    """Loop's forward with one thing changed."""
+    """Returns a class with Loop's forward with one thing changed."""
     body = f"""\
 out = torch.zeros_like(x)
 {start}
@@ -98,7 +98,7 @@ OTHERS = {
     "detached": method("product", "gate, up", "with torch.no_grad():\n    hidden = F.silu(gate)\nreturn hidden * up"),
     "seen": loop(start="same = out.view(-1)", out="out + same.view_as(out)"),
     "fewer": loop(experts="range(EXPERTS - 1)"),
-    # One expert is left out, before the number that none has.
+    # Skips one expert besides the number that belongs to no expert.
     "leaving out": loop(
         start="mask = F.one_hot(index, num_classes=EXPERTS + 1).permute(2, 1, 0)",
         experts="torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()",
@@ -149,7 +149,7 @@ OTHERS |= {"a property": Property, "asking": Asking}
 
 @pytest.mark.parametrize("kind", OTHERS.values(), ids=OTHERS)
 def test_experts_that_compute_something_else(fused_mlp, kind):
-    """They are left, and nothing of them is run or written into."""
+    """Experts that compute something else are left, and none of their code runs during fusing."""
     module = kind()
     asked, counts, given = getattr(kind, "asked", 0), module.counts.clone(), routed()
     fused = copy.deepcopy(module)
@@ -166,7 +166,7 @@ SAME = loop(), method("taken", "token, position", "return token, position")
 
 @pytest.mark.parametrize("kind", [Loop, Bounded, *SAME])
 def test_experts_that_are_proved(fused_mlp, kind):
-    """Those with nothing changed are read too."""
+    """Experts equivalent to the loop are proved and fused."""
     module = kind()
     fused = copy.deepcopy(module)
     assert is_fused(fused_mlp, fused)
@@ -207,7 +207,7 @@ CHANGES = [value for name, value in list(globals().items()) if name.startswith("
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_later(fused_mlp, monkeypatch, change):
-    """At the next call, also where the one before was decided for good."""
+    """A later change takes effect at the next call, even after the choice was cached."""
     module = Bounded()
     fused, given = copy.deepcopy(module), routed()
     if change is with_method:
@@ -225,7 +225,7 @@ def test_what_changes_later(fused_mlp, monkeypatch, change):
 
 
 def test_two_configurations_of_a_class(fused_mlp):
-    """A second model is not taken for one like the first."""
+    """A second model of the same class with another configuration gets a proof of its own."""
     assert is_fused(fused_mlp, Loop(1.0))
     assert not is_fused(fused_mlp, Loop(2.5))
     assert is_fused(fused_mlp, Loop(1.0))
@@ -233,7 +233,7 @@ def test_two_configurations_of_a_class(fused_mlp):
 
 @pytest.mark.parametrize("wrong", [-1, EXPERTS, 9])
 def test_indices_of_no_expert(fused_mlp, wrong):
-    """A loop over all experts skips them; what raises unfused raises fused."""
+    """Indices of no expert are skipped or raise as unfused."""
     import mixtures
 
     model = mixtures.build("mixtral", num_hidden_layers=1)
@@ -282,6 +282,6 @@ def test_activations_whose_names_change_later(fused_mlp, device, monkeypatch, fu
 
 
 def test_experts_written_at_random(fused_mlp, tmp_path):
-    """Each fused or left; whatever is fused computes what it was, also once something in it has changed."""
+    """Random experts are fused or left; fused ones compute the same as before, also after a change."""
     outcomes = [fuzz_experts.outcome(fused_mlp, seed, tmp_path) for seed in range(120)]
     assert 12 <= outcomes.count("fused") <= 80

@@ -1,4 +1,4 @@
-"""Which activations fuse_mlps knows by their source, and which MLPs it reports that it cannot fuse."""
+"""The activations that fuse_mlps recognises by their source, and the MLPs that it reports as not fusible."""
 
 import copy
 import importlib
@@ -19,7 +19,7 @@ def gelu_by_erf(x):
 
 
 def gelu_by_tanh(x):
-    """As GPT-2's authors wrote it."""
+    """GELU as written by GPT-2's authors."""
     inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))
     return 0.5 * x * (1.0 + torch.tanh(inner))
 
@@ -45,7 +45,7 @@ KNOWN = {
     "tanh gelu": 'return F.gelu(x, approximate="tanh")',
     "gelu of fewer digits": "return 0.5 * x * (1 + torch.tanh(0.7978845608 * (x + 0.044715 * x * x * x)))",
 }
-# Elementwise, but no row of the table.
+# Elementwise functions that are not in the table.
 OTHERS = (
     NEAR_SILU,
     "return F.silu(x.half()).to(x.dtype)",
@@ -58,7 +58,7 @@ OTHERS = (
 @pytest.mark.parametrize("kind", [Gated, Plain])
 @pytest.mark.parametrize("forward", KNOWN.values(), ids=KNOWN)
 def test_classes_that_write_an_activation_out(fused_mlp, device, forward, kind, dtype):
-    """Errors against float64 are at most eager's, but for chance in the last digit."""
+    """An activation that a class writes out is as accurate as eager against float64, up to chance in the last digit."""
     module = kind(module_of(forward)).to(device, dtype)
     x = torch.randn(64, 32, device=device, dtype=dtype)
     expected = module(x)
@@ -92,7 +92,7 @@ def test_a_written_out_activation_compiles(fused_mlp, device):
 
 
 class StarReLU(nn.Module):
-    """The activation of MetaFormer: its scale and its bias are learnt."""
+    """MetaFormer's activation, with a learnt scale and bias."""
 
     def __init__(self):
         super().__init__()
@@ -165,11 +165,11 @@ def test_a_class_with_a_call_of_its_own(fused_mlp, device):
     torch.testing.assert_close(module(x), expected)
 
 
-# The parts of an MLP, in what is none.
+# Parts of an MLP in modules that are not one.
 
 
 class Conditioned(nn.Module):
-    """As adaptive layer norms have it: the activation comes first."""
+    """Applies the activation before the projection, as in adaptive layer norms."""
 
     def __init__(self):
         super().__init__()
@@ -181,7 +181,7 @@ class Conditioned(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """A classifier behind convolutions, whose activation is theirs."""
+    """A classifier after convolutions, which own the activation."""
 
     def __init__(self):
         super().__init__()
@@ -250,7 +250,7 @@ def test_mlps_in_other_forms_are_reported(fused_mlp, device, kind):
     ids=["module", "function"],
 )
 def test_what_is_read_runs_fused_at_each_call(fused_mlp, device, tell_ops, dispatched, monkeypatch, act):
-    """As long as all that was read of it is as it was."""
+    """An activation recognised by its source is fused at each call while everything read from it is unchanged."""
     module, calls = Plain(lambda: act).to(device).eval(), []
     fused, x = copy.deepcopy(module), torch.randn(4, 32, device=device)
     assert fused_mlp.fuse_mlps(fused).fused[0].extent == "full"
@@ -269,7 +269,7 @@ def test_what_is_read_runs_fused_at_each_call(fused_mlp, device, tell_ops, dispa
 
 
 class OfNothing(nn.Module):
-    """As a layer that hands on an argument which nobody gave."""
+    """Passes on an argument that nobody gave."""
 
     def __init__(self):
         super().__init__()

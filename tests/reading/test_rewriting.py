@@ -1,4 +1,4 @@
-"""Methods made anew: they compute what their originals compute, or they are left."""
+"""Rewritten methods compute the same as their originals; methods that cannot be rewritten are left."""
 
 import copy
 import importlib.util
@@ -19,11 +19,11 @@ import look_alikes
 from modules import Decoder, Gated, Lora, PackedGated, Plain
 from safety import alike
 
-# Look-alikes: the structure of an MLP, another function.
+# Look-alikes have the structure of an MLP and compute another function.
 
 
 def behaviour(module, x):
-    """The effects of a call, in evaluation and in training: results, gradients, state, the input itself."""
+    """Returns the effects of a call in evaluation and in training: results, gradients, state and the input."""
     seen = []
     for training in (False, True):
         module.train(training).zero_grad()
@@ -53,7 +53,7 @@ def assert_alike(got, expected, **tolerance):
 
 @pytest.fixture(params=[*look_alikes.ALL, *look_alikes.WRITTEN], ids=lambda kind: getattr(kind, "__name__", kind))
 def look_alike(request, written):
-    """A class, what of it is fused, and whether it has an MLP."""
+    """Gives a class, the pattern fused in it, and whether it has an MLP."""
     if isinstance(request.param, type):
         return request.param, request.param.fused, True
     parent, fused, body = look_alikes.WRITTEN[request.param]
@@ -62,7 +62,7 @@ def look_alike(request, written):
 
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
 def test_look_alikes(fused_mlp, device, look_alike, verify):
-    """Nothing but what the code says is fused, with or without a comparison; and what it computes stays the same."""
+    """Only what the code proves is fused, with or without verification, and all results stay the same."""
     kind, fused, has_mlp = look_alike
     module = kind(bias=True).to(device)
     x = torch.randn(4, 32, device=device)
@@ -81,7 +81,7 @@ def test_look_alikes(fused_mlp, device, look_alike, verify):
 
 
 def test_look_alikes_compile(fused_mlp, device, look_alike):
-    """As PyTorch compiles them, with the results of the original."""
+    """A fused look-alike compiles and gives the original's results."""
     torch.compiler.reset()
     module = look_alike[0](bias=True).to(device).eval()
     x = torch.randn(4, 32, device=device)
@@ -96,7 +96,7 @@ def test_look_alikes_compile(fused_mlp, device, look_alike):
 
 @pytest.mark.parametrize("sparsities", [(0.5, 0.0), (0.0, 0.5)], ids=str)
 def test_what_an_attribute_decides(fused_mlp, device, sparsities):
-    """Two instances of one class that compute different things, and each of them after a change."""
+    """Two instances of one class with different attributes compute different things, also after a change of each."""
     model = nn.Sequential(*(look_alikes.Configurable(sparsity) for sparsity in sparsities)).to(device)
     plain = copy.deepcopy(model)
     fused_mlp.fuse_mlps(model)
@@ -108,7 +108,7 @@ def test_what_an_attribute_decides(fused_mlp, device, sparsities):
 
 
 class Detector(nn.Module):
-    """A head whose layers are in a loop, as those of DETR."""
+    """A head with its layers in a loop, as in DETR."""
 
     def __init__(self, widths=(32, 40, 48, 4)):
         super().__init__()
@@ -121,7 +121,7 @@ class Detector(nn.Module):
 
 
 class Chunked(Plain):
-    """Its MLP is in a method that another function calls."""
+    """Its MLP is in a method that another method calls."""
 
     def ff_chunk(self, x):
         return self.fc2(self.activation_fn(self.fc1(x)))
@@ -131,7 +131,7 @@ class Chunked(Plain):
 
 
 class Inherited(Plain):
-    """Its code reads names around it, and a string over several lines."""
+    """Its code reads names from its closure and has a multi-line string."""
 
     def forward(self, x):
         """A string
@@ -144,7 +144,7 @@ def outer_function(self, x):
 
 
 class Borrowed(Plain):
-    """Its method was written elsewhere, under another name."""
+    """Its method was defined elsewhere under another name."""
 
     chunk = outer_function
 
@@ -174,7 +174,7 @@ FORMS = {
 
 
 def refused(fused_mlp, module):
-    """A pickled copy, fused again."""
+    """Returns a pickled copy, fused again."""
     copied = pickle.loads(pickle.dumps(module))
     assert fused_mlp.explain(copied).implementation == "original"
     assert fused_mlp.fuse_mlps(copied).modules
@@ -183,7 +183,7 @@ def refused(fused_mlp, module):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_forms(fused_mlp, device, form):
-    """MLPs that are no module of their own, or no code of their own."""
+    """MLPs without a module or a method of their own are fused, and restored."""
     make, pattern = FORMS[form]
     module = make().to(device)
     plain = copy.deepcopy(module)
@@ -231,7 +231,7 @@ def doubled(module, args, output):
 
 @pytest.mark.parametrize("whole", [True, False], ids=["MLP", "layer"])
 def test_parts_of_a_sequence_that_are_altered(fused_mlp, device, whole):
-    """Classes of parts that were met before say nothing of what was done to one of them."""
+    """Changes to parts of a sequence take effect, though their classes were seen before."""
     parts = [nn.LayerNorm(32), nn.Linear(32, 88), nn.GELU(), nn.Dropout(0.5)]
     parts += [nn.Linear(88, 32), nn.Dropout(0.5), nn.Linear(32, 8)][: 3 if whole else 0]
     plain = nn.Sequential(*parts).to(device).eval()
@@ -261,9 +261,9 @@ def test_parts_of_a_sequence_that_are_altered(fused_mlp, device, whole):
 
 
 def test_code_is_read_only_if_it_is_what_runs(fused_mlp, device):
-    """A function whose source is another's, or nobody's, is left as it is."""
+    """A function without source, or with another function's, is left."""
 
-    class Edited(Plain):  # as when its file has changed since it was imported
+    class Edited(Plain):  # as if its file changed after the import
         def forward(self, x):
             return self.fc2(self.activation_fn(self.fc1(x)))
 
@@ -284,14 +284,14 @@ def test_code_is_read_only_if_it_is_what_runs(fused_mlp, device):
     Made.forward = names["forward"]
     for kind in (Edited, Made, Decorated):
         module = kind().to(device)
-        if kind is Made:  # the names in its code tell that it is an MLP
+        if kind is Made:  # the names in its code show an MLP
             del module.activation_fn
         report = fused_mlp.fuse_mlps(module)
         assert [reason.code for left in report.left for reason in left.reasons] == ["no source"]
 
 
 def test_a_method_shows_its_own_lines(fused_mlp, device):
-    """An error inside a fused method is found where the original has it."""
+    """An error inside a fused method points at the original's source line."""
     module = Decoder().to(device)
     fused_mlp.fuse_mlps(module)
     module.self_attn = None
@@ -301,7 +301,7 @@ def test_a_method_shows_its_own_lines(fused_mlp, device):
     assert inspect.signature(module.forward) == inspect.signature(Decoder().forward)
 
 
-# Methods as users write them: whatever is fused of them computes what they compute, in the order in which they do.
+# Methods as users write them: their fused versions compute the same, in the same order.
 
 HEAD = """
 import contextlib
@@ -314,7 +314,7 @@ from modules import Gated, PackedGated, Plain
 
 @pytest.fixture
 def written(tmp_path):
-    """Makes a class of modules of the source of a file."""
+    """Returns a function that writes a class to a file and imports it."""
 
     def make(body, parent="Plain", arguments="x", head=HEAD):
         path = tmp_path / "written.py"
@@ -329,7 +329,7 @@ def written(tmp_path):
 
 
 def called_in_order(module):
-    """The paths of the parts that run, in their order, as hooks of all of them see it."""
+    """Returns a list that hooks fill with the paths of the parts in the order of their calls."""
     paths = []
     for path, part in module.named_modules():
         if path:
@@ -338,7 +338,7 @@ def called_in_order(module):
 
 
 def with_dropout_in_adapters(module):
-    """As peft wraps projections: each call draws random numbers."""
+    """Wraps projections as peft does, with dropout that draws random numbers at each call."""
     torch.manual_seed(0)
     for name, part in list(module.named_children()):
         if isinstance(part, nn.Linear):
@@ -347,7 +347,7 @@ def with_dropout_in_adapters(module):
 
 
 def assert_same(fused_mlp, module, *args, fused=None):
-    """Fuses a module and compares it with what it was, plain, with adapters, and watched by hooks."""
+    """Fuses a module and compares it with its original as it is, with adapters, and with hooks."""
     plain = copy.deepcopy(module).train()
     report = fused_mlp.fuse_mlps(module.train(), verify=False)
     if fused is not None:
@@ -362,7 +362,7 @@ def assert_same(fused_mlp, module, *args, fused=None):
     return report
 
 
-# Ways to bind `h` to another tensor between the projection and the activation.
+# Ways to rebind `h` between the projection and the activation.
 BINDINGS = {
     "assignment": "h = other",
     "pair": "h, y = other, 1",
@@ -399,7 +399,7 @@ def test_a_name_that_is_bound_anew(fused_mlp, device, written, binding, argument
 
 @pytest.mark.parametrize("binding", BINDINGS)
 def test_an_input_that_is_bound_anew(fused_mlp, device, written, binding):
-    """Between the two projections that read it."""
+    """An input may be rebound between the two projections that read it."""
     body = f"""\
 other, h = torch.linspace(-1, 1, 88).to(x)[:32], x
 gate = self.gate_proj(h)
@@ -421,7 +421,7 @@ ORDERS = {
     "gate = self.act_fn(self.gate_proj(x)); up = self.up_proj(x); return self.down_proj(up * gate)": "gated",
     "gate = self.gate_proj(x); return self.down_proj(self.up_proj(x) * self.act_fn(gate))": "gated",
     "gate = self.act_fn(self.gate_proj(x)); return self.down_proj(self.up_proj(x).tanh() * gate)": "linear",
-    # Another part runs between, or an early return skips it.
+    # Another part runs in between, or an early return skips the rest.
     "gate = self.gate_proj(x); y = self.down_proj(self.up_proj(x)); return self.act_fn(gate) * self.up_proj(y)": None,
     "gate = self.gate_proj(x); y = self.up_proj(x)\nif y.sum() > 1e9: return y\nreturn self.act_fn(gate) * y": None,
     "gate = self.gate_proj(x); return self.down_proj(self.act_fn(gate)) if self.training else x": None,
@@ -474,7 +474,7 @@ def test_activations_that_are_spelled_out_compile(fused_mlp, device, written, sp
 
 
 def test_an_option_that_changes(fused_mlp, device, written):
-    """It is read at each call."""
+    """An activation's option is read at each call."""
     module = written("return self.fc2(F.gelu(self.fc1(x), approximate=self.approximate))")().to(device)
     module.approximate = "none"
     plain = copy.deepcopy(module)
@@ -502,7 +502,7 @@ def test_activations_that_are_not_known_are_reported(fused_mlp, device, written,
 
 @pytest.mark.parametrize("place", range(4))
 def test_a_sequence_with_none_in_it(fused_mlp, device, place):
-    """It raises what the original raises, wherever that stands."""
+    """A sequence with a None at any place raises the original's error."""
     module = nn.Sequential(nn.Linear(32, 88), nn.GELU(), nn.Identity(), nn.Linear(88, 32)).to(device).eval()
     assert fused_mlp.fuse_mlps(module).fused
     module[place] = None
@@ -513,7 +513,7 @@ def test_a_sequence_with_none_in_it(fused_mlp, device, place):
 @pytest.mark.parametrize("value", [None, 0.0])
 @pytest.mark.parametrize("part", ["norm", "fc1", "activation_fn", "fc2"])
 def test_a_part_that_cannot_be_called(fused_mlp, device, written, part, value):
-    """It raises what the original raises, where the op has a None for what is not there too."""
+    """A part that cannot be called raises the original's error, even if None means an absent operand of the op."""
     module = written("return x + self.fc2(self.activation_fn(self.fc1(self.norm(x))))")()
     module.norm = nn.LayerNorm(32)
     assert fused_mlp.fuse_mlps(module.to(device).eval()).fused
@@ -523,7 +523,7 @@ def test_a_part_that_cannot_be_called(fused_mlp, device, written, part, value):
         module(torch.randn(3, 32, device=device))
 
 
-# Names that the source has already.
+# Names that the source uses already.
 
 TAKEN = """
 def fused_plain(*_): raise AssertionError
@@ -533,7 +533,7 @@ fused_linear = original_method = method_instead = getattr = fused_plain
 
 @pytest.mark.parametrize("name", ["fused_plain", "fused", "original_method", "method_instead", "getattr", "call"])
 def test_names_that_are_taken(fused_mlp, device, written, name):
-    """By functions around a method, and by what it is given."""
+    """The names that rewriting adds never collide with names around a method or among its arguments."""
     body = f"return self.fc2(self.activation_fn(self.fc1(x))) * {name}"
     module = written(body, arguments=f"x, {name}=2", head=HEAD + TAKEN)().to(device)
     assert_same(fused_mlp, module, torch.randn(4, 32, device=device), 3.0, fused="plain")
@@ -541,7 +541,7 @@ def test_names_that_are_taken(fused_mlp, device, written, name):
     assert added and not any(map(str.isidentifier, added))
 
 
-# Names that a fused method does not look up any more.
+# Names that a fused method no longer looks up.
 
 IMPORTED = "from torch.nn.functional import dropout\n"
 
@@ -582,7 +582,7 @@ def test_a_name_that_stands_for_something_else_later(
     assert fused_mlp.explain(module).implementation == "fused"
 
 
-# Statements that compile to other code where others stand elsewhere.
+# Statements whose bytecode depends on their context.
 
 CONTEXTS = {
     "imported": HEAD,
@@ -611,7 +611,7 @@ def test_code_that_depends_on_global_state(fused_mlp, device, written, context, 
 
 
 def test_a_method_that_does_nothing_now(fused_mlp, device, written):
-    """All that it has is under a condition that does not hold when it is fused."""
+    """A method with all of its code in a branch that is not taken when fused works once the branch is taken."""
     body = "gate, up = self.gate_up_proj(x).chunk(2, self.dim)\nreturn self.down_proj(self.activation_fn(gate) * up)"
     module = written(f"if self.flag:\n{textwrap.indent(body, '    ')}", "PackedGated")().to(device)
     module.flag, module.dim = False, -1
@@ -622,7 +622,7 @@ def test_a_method_that_does_nothing_now(fused_mlp, device, written):
     torch.testing.assert_close(module(x), plain(x), rtol=1e-3, atol=1e-4)
 
 
-# Methods that are no plain functions of a module.
+# Methods that are not plain functions of a module.
 
 ODD = {
     "generator": "yield self.fc2(self.activation_fn(self.fc1(x)))",
@@ -635,7 +635,7 @@ ODD = {
 
 
 def test_scripted_parts(fused_mlp, device, written):
-    """A module that TorchScript has compiled is called, whether it was there before or comes later."""
+    """A module compiled by TorchScript is called, whether set before or after fusing."""
     kind = written("return self.fc2(self.activation_fn(self.fc1(self.before(x))))")
     module = kind().to(device)
     module.before = torch.jit.script(nn.Sequential(nn.Linear(32, 32), nn.ReLU())).to(device)
@@ -659,7 +659,7 @@ def test_positional_only(fused_mlp, device, written):
 
 
 def test_a_local_name_that_is_read_before_it_is_bound(fused_mlp, device, written):
-    """It is never taken for the global of that name, also where the fused call has taken in what bound it."""
+    """A local name read before it is bound raises, even with a global of that name and binding in the fused call."""
     body = "y = h\nh = self.fc1(x)\nreturn self.fc2(self.activation_fn(h)) + y"
     module = written(body, head=f"{HEAD}\nh = 1.0\n")().to(device)
     assert fused_mlp.fuse_mlps(module).fused
@@ -682,7 +682,7 @@ def test_a_local_name_that_is_read_before_it_is_bound(fused_mlp, device, written
 )
 @pytest.mark.parametrize("act", [nn.SiLU, nn.Mish], ids=lambda act: act.__name__)
 def test_products_of_what_lies_differently(fused_mlp, device, written, body, turned, act):
-    """They lie in memory as the left factor does."""
+    """Products of differently strided factors have the left factor's strides, as in eager."""
     module = written(body, "Gated")(act=nn.SiLU, sizes=(32, 32, 32)).to(device)
     setattr(module, turned, nn.Identity())
     plain, x = copy.deepcopy(module), torch.randn(32, 3, device=device).t()

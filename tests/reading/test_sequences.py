@@ -1,4 +1,4 @@
-"""Modules that run one after the other: one that computes hidden values, and a linear layer behind it, are an MLP."""
+"""Modules run one after the other: one that computes hidden values and a linear layer after it form an MLP."""
 
 import copy
 
@@ -28,7 +28,7 @@ class GatedHead(nn.Module):
 
 
 class ConditionalHead(nn.Module):
-    """As diffusers' GEGLU: a question of another package between the projection and what is made of it."""
+    """Calls another package's function between the projection and the product, as diffusers' GEGLU does."""
 
     def __init__(self):
         super().__init__()
@@ -56,7 +56,7 @@ class PlainHead(nn.Module):
 
 
 class Changing(nn.Module):
-    """Computes hidden values, and changes them under a condition: no head."""
+    """Computes hidden values and changes them under a condition, so it is no head."""
 
     def __init__(self):
         super().__init__()
@@ -74,7 +74,7 @@ def parts(head):
 
 
 class Loop(nn.Module):
-    """As diffusers' FeedForward."""
+    """Runs its parts in a loop, as diffusers' FeedForward does."""
 
     def __init__(self, head):
         super().__init__()

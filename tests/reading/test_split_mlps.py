@@ -1,4 +1,4 @@
-"""MLPs whose halves are two modules: one op for both; one after the other as soon as anything watches their calls."""
+"""MLPs with halves in two modules run as one op, and as two modules as soon as anything watches their calls."""
 
 import copy
 import functools
@@ -17,7 +17,7 @@ from survey import tiny
 from test_coverage import built, inputs_of, largest_error
 from tiny_models import LLM
 
-# Model types, and the class whose code calls the halves.
+# Model types, and the class that calls the halves.
 TYPES = {
     "bert": "BertLayer",
     "roberta": "RobertaLayer",
@@ -41,7 +41,7 @@ TYPES = {
 
 @pytest.fixture
 def whole(tell_ops, dispatched):
-    """The shapes of what goes into whole MLPs that run as one op, with what is around them or without."""
+    """Collects the input shapes of whole MLPs that run as one op, with or without their block."""
     taken = []
     tell_ops(lambda name, given: taken.append(tuple(given[0].shape)) if name in ("mlp", "residual_mlp") else None)
     return taken
@@ -49,7 +49,7 @@ def whole(tell_ops, dispatched):
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_models(fused_mlp, device, whole, model_type):
-    """One op a layer, and the same outputs; that training and `restore` are as before, test_coverage.py shows."""
+    """Each layer runs as one op with the same outputs; test_coverage.py covers training and `restore`."""
     model = built(model_type).to(device)
     inputs = {name: value.to(device) for name, value in inputs_of(model).items()}
     with torch.no_grad():
@@ -58,7 +58,7 @@ def test_models(fused_mlp, device, whole, model_type):
         joined = [entry for entry in fused if entry.pattern.startswith("plain in two modules")]
         ends = [entry for entry in fused if entry.pattern == "linear with residual and norm"]  # the ends of attention
         assert {(entry.class_name, entry.extent) for entry in joined} == {(TYPES[model_type], "full")}
-        model(**inputs)  # the class of an activation is learnt at its first call
+        model(**inputs)  # the first call learns the activation's class
         whole.clear()
         assert largest_error([model(**inputs)[0]], [expected]) <= 5e-5
     assert len(whole) == len(joined) + len(ends)
@@ -69,7 +69,7 @@ def fused_pair(fused_mlp, device, module=None):
 
 
 def test_dropout_that_is_active_is_applied(fused_mlp, device, whole):
-    """The dropout behind the last projection is the tail's own code."""
+    """Active dropout after the last projection is applied by the tail's own code."""
     module, fused = fused_pair(fused_mlp, device)
     module.output.dropout.train(), fused.output.dropout.train()
     whole.clear()
@@ -79,14 +79,14 @@ def test_dropout_that_is_active_is_applied(fused_mlp, device, whole):
     assert len(whole) == 1
 
 
-@pytest.mark.parametrize("model_type", ["deberta", "data2vec-vision"])  # with a sum and a norm behind, and without
+@pytest.mark.parametrize("model_type", ["deberta", "data2vec-vision"])  # with and without a sum and a norm
 def test_little_work_that_autograd_follows_is_left_at_once(fused_mlp, device, monkeypatch, model_type):
-    """Both modules are called as they were written; all that is asked before is asked by compiled code."""
+    """Under autograd, too little work is left in compiled code: both modules are called as written."""
     model = built(model_type).to(device)
     inputs = {name: value.to(device) for name, value in inputs_of(model).items()}
     expected = model(**inputs)[0]
     fused_mlp.fuse_mlps(model)
-    model(**inputs)  # the class of an activation is learnt at its first call
+    model(**inputs)  # the first call learns the activation's class
     dispatch = sys.modules[f"{fused_mlp.__name__}.dispatch"]
     if device.type == "cpu":
         monkeypatch.setitem(dispatch.LEAST_RECORDED[torch.float32], "mlp", dispatch.NEVER)
@@ -107,7 +107,7 @@ def hide_by_a_class_attribute(module, monkeypatch):
 
 
 def hide_in_place_of_another_attribute(module, monkeypatch):
-    """The class has as many as before."""
+    """Hides `dense` while the class keeps its number of attributes."""
     kind = module.output.__class__ = type("Output", (Output,), {"other": None})
     module(torch.randn(3, 32, device=module.output.dense.weight.device))
     del kind.other
@@ -118,7 +118,7 @@ def take_the_hook_of_a_part(module, monkeypatch):
     module.output.dropout.register_forward_hook(lambda *args: 2 * args[-1])
 
 
-# Beside those of test_changes.py in tests/fusing.
+# In addition to those of tests/fusing/test_changes.py.
 CHANGES = {
     "another dropout": lambda module, monkeypatch: setattr(module.output, "dropout", Doubled()),
     "a hook of the dropout": take_the_hook_of_a_part,
@@ -129,7 +129,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_are_seen(fused_mlp, device, monkeypatch, change):
-    """Whatever is changed after fusing counts at the next call, and what was changed back does too."""
+    """Any change after fusing takes effect at the next call, and so does its reversal."""
     _, fused = fused_pair(fused_mlp, device)
     x = x_of(device)
     with torch.no_grad():
@@ -141,7 +141,7 @@ def test_changes_are_seen(fused_mlp, device, monkeypatch, change):
 
 
 def switched_back(module):
-    """The module without anything fused: its class says what its code is."""
+    """Returns the module with its fused methods removed, so that it runs its class's code."""
     for part in module.modules():
         for name in [name for name, value in vars(part).items() if isinstance(value, MethodType)]:
             del vars(part)[name]
@@ -149,7 +149,7 @@ def switched_back(module):
 
 
 def test_signatures_are_those_of_the_original(fused_mlp, device):
-    """transformers counts the arguments of a layer's method; wrappers take over what a function says of itself."""
+    """Fused methods have the original's signature: transformers counts a method's arguments, and wrappers copy it."""
     module, fused = fused_pair(fused_mlp, device)
     assert inspect.signature(fused.forward) == inspect.signature(module.forward)
 
@@ -177,7 +177,7 @@ def test_what_watches_a_half_sees_it(fused_mlp, device, whole, how):
         with torch.no_grad():
             assert_close(fused(x), module(x))
         explanation = fused_mlp.explain(fused)
-        assert len(whole) == (how == "a backward hook")  # which torch calls for nothing where nothing is recorded
+        assert len(whole) == (how == "a backward hook")  # torch does not call it unless autograd records
         assert explanation.implementation != "fused" and "hooks" in explanation.reason
     finally:
         handle.remove()
@@ -196,7 +196,7 @@ def test_other_halves_are_explained(fused_mlp, device):
 
 
 def test_half_fused_before(fused_mlp, device, whole):
-    """Who fuses a part first, or the whole twice, has the same in the end."""
+    """Fusing a part first, or the whole twice, gives the same result as fusing once."""
     module = Halves().to(device).eval()
     fused_mlp.fuse_mlps(module.intermediate)
     first = fused_mlp.fuse_mlps(module)
@@ -209,7 +209,7 @@ def test_half_fused_before(fused_mlp, device, whole):
 
 
 def test_chunks_and_captured_outputs(fused_mlp, device, whole):
-    """transformers hands a chunk of tokens to the method, and its hooks record what comes out of layers."""
+    """Chunks of tokens and transformers' hooks that record layer outputs work as unfused."""
     config = transformers.BertConfig(**LLM, chunk_size_feed_forward=3)
     model = transformers.BertModel(config).to(device).eval()
     inputs = {"input_ids": torch.randint(3, 64, (2, 9), device=device)}
@@ -219,12 +219,12 @@ def test_chunks_and_captured_outputs(fused_mlp, device, whole):
         model(**inputs)
         whole.clear()
         got = model(**inputs, output_hidden_states=True)
-    assert whole == 2 * [(2, 9, 32), *3 * [(2, 3, 32)]]  # the end of attention first
+    assert whole == 2 * [(2, 9, 32), *3 * [(2, 3, 32)]]  # the first is the end of attention
     assert_close(list(got.hidden_states), list(expected.hidden_states))
 
 
 def test_a_hook_of_a_half_is_compiled(fused_mlp, device):
-    """test_traced.py in tests/fusing has the op of both."""
+    """A compiled model runs a hook of a half; tests/fusing/test_traced.py covers the op."""
     module, fused = fused_pair(fused_mlp, device)
     fused.output.register_forward_hook(lambda part, args, output: 2 * output)
     torch.compiler.reset()
@@ -234,7 +234,7 @@ def test_a_hook_of_a_half_is_compiled(fused_mlp, device):
 
 
 def test_programs_record_the_modules(fused_mlp, device):
-    """torch.export and torch.jit.trace write down which module did what."""
+    """torch.export records the modules that the operations belong to."""
     module, fused = fused_pair(fused_mlp, device)
     x = x_of(device)
     program = torch.export.export(fused, (x,))
@@ -245,7 +245,7 @@ def test_programs_record_the_modules(fused_mlp, device):
 
 
 class Shared(nn.Module):
-    """The hidden values are read once more."""
+    """Reads the hidden values again after the halves."""
 
     def __init__(self):
         super().__init__()
@@ -257,7 +257,7 @@ class Shared(nn.Module):
 
 
 class Reading(Output):
-    """The tail reads the hidden values once more."""
+    """A tail that reads the hidden values twice."""
 
     def forward(self, hidden_states, input_tensor):
         out = self.dense(hidden_states)
@@ -265,7 +265,7 @@ class Reading(Output):
 
 
 class Busy(Intermediate):
-    """A head that does more than to compute hidden values, before it does."""
+    """A head that has a side effect before it computes the hidden values."""
 
     def forward(self, hidden_states):
         self.calls = getattr(self, "calls", 0) + 1
@@ -281,7 +281,7 @@ def test_what_a_head_does_besides_is_done(fused_mlp, device, whole):
     with torch.no_grad():
         assert_close(fused(x), module(x))
     assert len(whole) == 1
-    assert (module.intermediate.calls, fused.intermediate.calls) == (1, 2)  # one of them in fused_pair()
+    assert (module.intermediate.calls, fused.intermediate.calls) == (1, 2)  # fused_pair() made the other call
 
 
 @pytest.mark.parametrize("kind", [Shared, Reading], ids=lambda kind: kind.__name__)
@@ -291,7 +291,7 @@ def test_what_is_no_pair_of_halves(fused_mlp, device, kind):
         module.output = Reading()
     module = module.to(device).eval()
     plain, x = copy.deepcopy(module), x_of(device)
-    end = [] if kind is Reading else ["linear with residual and norm"]  # what the tail is alone
+    end = [] if kind is Reading else ["linear with residual and norm"]  # the tail's own pattern
     assert sorted(entry.pattern for entry in fused_mlp.fuse_mlps(module).fused) == ["linear", *end]
     assert_close(module(x), plain(x))
 

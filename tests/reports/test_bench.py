@@ -1,5 +1,4 @@
-"""The words of the benchmarks about their figures: where fusing pays and where not. Nothing is timed here to be
-believed."""
+"""The benchmarks' statements of where fusing pays and where not. No times measured here are meaningful."""
 
 import gc
 import json
@@ -71,7 +70,7 @@ def measured(m, **times):
 
 
 def test_ratios():
-    """Against eager, or the fastest peer: parts of the work and our own other ways are no peers."""
+    """Ratios are against eager or the fastest peer: parts of the work and our other implementations are no peers."""
     results = [
         measured(1, eager=10.0, compile=8.0, gemms=1.0, ours=4.0, **{"ours-triton": 2.0}),
         measured(2, eager=6.0),
@@ -88,7 +87,7 @@ def run(monkeypatch, capsys, *arguments):
 
 
 def test_stored_results_over_m(monkeypatch, capsys, tmp_path):
-    """A point of the sweep where fusing does not pay, planted in the stored ones, is said and drawn."""
+    """A planted point at which fusing does not pay in the stored sweep is reported and plotted."""
     stored = json.loads((STORED / "h100-sweep.json").read_text())
     (point,) = (result["providers"] for result in stored["results"] if result["shape"] == [64, 1280, 5120])
     point["ours"]["kernel_us"] = 1.03 * point["eager"]["kernel_us"]
@@ -100,7 +99,7 @@ def test_stored_results_over_m(monkeypatch, capsys, tmp_path):
     assert "wall time, against eager: fusing pays at every M measured, from 1 to 16384" in said
     for scheme in ("", "-dark"):
         drawn = (tmp_path / f"plot-kernel{scheme}.svg").read_text()
-        # matplotlib says what it draws the letters of
+        # matplotlib writes the text of its glyphs as comments
         assert all(
             f"<!-- {words} -->" in drawn for words in ("time, µs", "speed-up over eager", "rows (tokens)", "ours")
         )
@@ -117,13 +116,13 @@ def test_lines_of_a_plot():
     ]
     times, speedups = plots.lines_of(results, "us", ["ours"])
     assert {name: line.values for name, line in times.items()} == {"eager": [6.0, 12.0], "ours": [4.0, 8.0]}
-    assert times["eager"].spreads == [0.1, 0.1]  # to each side
+    assert times["eager"].spreads == [0.1, 0.1]  # on each side
     assert list(speedups) == ["ours"] and speedups["ours"].values == [1.5, 1.5]
     assert speedups["ours"].spreads == [0.1, 0.1]
 
 
 def test_the_plots_of_the_documents(monkeypatch, tmp_path):
-    """They are those that the stored results give."""
+    """The documents' plots are those of the stored results."""
     monkeypatch.setattr(plots, "IMAGES", tmp_path)
     plots.main()
     drawn = sorted(tmp_path.glob("*.svg"))
@@ -146,12 +145,12 @@ def test_a_run_that_is_slower_than_eager_fails(monkeypatch, capsys, tmp_path):
 
 @pytest.fixture
 def quick_facts(monkeypatch):
-    """The bandwidth of this machine is measured by copies of a few megabytes."""
+    """Measures this machine's bandwidth by copies of a few megabytes."""
     monkeypatch.setattr(measure, "copy_bandwidth", partial(measure.copy_bandwidth, megabytes=8))
 
 
 def test_a_run_on_this_machine(monkeypatch, capsys, tmp_path, quick_facts):
-    """Written, shown, and read again: from the table of shapes to every M."""
+    """A run on this machine is written, printed and read again, from the table of shapes to every M."""
     monkeypatch.setattr(peers, "SWEEP_M", [4, 8])
     monkeypatch.setattr(peers, "SWEEP_M_CPU", [4, 8])
     few = ("--providers", "eager", "gemms", "ours", "--rounds", 1, "--budget-us", 500, "--dim", 32, "--hidden", 64)
@@ -170,7 +169,7 @@ def test_a_run_on_this_machine(monkeypatch, capsys, tmp_path, quick_facts):
 
 
 def results(monkeypatch, benchmark, out, *arguments):
-    """The file that a run of a benchmark writes; it prints its table and draws its plots, but for those of models and
+    """Returns the results that a benchmark writes; it prints its table and draws its plots, except those of models and
     of runs without eager."""
     quick = ("--rounds", "1", "--seconds", "0.0005", "--out", str(out))
     monkeypatch.setattr(sys, "argv", [f"{benchmark.__name__}.py", *arguments, *quick])
@@ -193,7 +192,7 @@ def test_a_run_of_experts(monkeypatch, tmp_path, quick_facts):
 
 
 def test_a_run_of_adapters(monkeypatch, tmp_path, quick_facts):
-    """Each way of each case is measured, and those that keep less are seen to."""
+    """Each implementation of each case is measured, and those that should keep less memory do."""
     monkeypatch.setattr(adapters, "TRAINED", adapters.TRAINED[:1])
     monkeypatch.setattr(adapters, "STEPS", adapters.STEPS[-1:])
     found = results(monkeypatch, adapters, tmp_path / "run", "--quick", "--copies", "1")
@@ -213,7 +212,7 @@ def test_a_run_of_adapters(monkeypatch, tmp_path, quick_facts):
 
 
 def test_a_run_of_quantised(monkeypatch, tmp_path, quick_facts):
-    """Each format is measured by every provider, on a CPU but those of GPUs alone, and the results do not differ."""
+    """Each format is measured by every provider, without GPU-only formats on a CPU, and the results agree."""
     found = results(monkeypatch, quantised, tmp_path / "run", "--quick")
     wanted = [form for form in quantised.TOLERANCES if quantised.ON_GPU or form not in quantised.ON_GPUS_ALONE]
     assert [result["format"] for result in found] == [form for form in wanted for _ in range(2)]
@@ -222,7 +221,7 @@ def test_a_run_of_quantised(monkeypatch, tmp_path, quick_facts):
 
 
 def test_a_provider_that_fails_loses_no_other(monkeypatch, tmp_path, quick_facts):
-    """Neither at its first call nor among the turns."""
+    """A provider that fails at its first call or in a later turn does not affect the others."""
     monkeypatch.setattr(quantised.GatedMLP, "forward", lambda self, x: 1 / 0)
     (found,) = results(monkeypatch, quantised, tmp_path / "run", "--quick", "--formats", "nf4", "--rows", "1")
     assert found["left"] == {"eager": "ZeroDivisionError: division by zero"}
@@ -235,7 +234,7 @@ def test_a_provider_that_fails_loses_no_other(monkeypatch, tmp_path, quick_facts
 
 
 def test_a_run_of_quantised_models(monkeypatch, tmp_path, quick_facts):
-    """Logits and losses do not differ."""
+    """Quantised models are measured, and their logits and losses agree."""
     found = results(monkeypatch, quantised, tmp_path / "run", "--quick", "--models", "--formats", "nf4")
     assert [result["shape"][:2] for result in found] == [["decoding", 1], ["decoding", 16], ["qlora", 4]]
     assert not any(result["left"] for result in found)
@@ -268,7 +267,7 @@ def test_turns_are_taken_in_turns_and_medians_count():
 
 
 def test_times_are_of_one_call(monkeypatch):
-    """By a clock that only the calls move: how often a turn calls does not show."""
+    """Times are per call, for any number of calls in a turn, by a clock that only the calls advance."""
     now = 0.0
 
     def call(seconds):
@@ -282,7 +281,7 @@ def test_times_are_of_one_call(monkeypatch):
 
 
 def test_ratios_are_of_neighbours(monkeypatch):
-    """On a host that becomes slower with every call, a ratio of medians would tell how late a variant ran."""
+    """On a host that slows down with every call, a ratio of medians would depend on how late a variant ran."""
     now, slowness = 0.0, 1.0
 
     def call(seconds):
@@ -299,7 +298,7 @@ def test_ratios_are_of_neighbours(monkeypatch):
 
 
 def test_turns_begin_anywhere_in_a_chunk_of_the_stack():
-    """The calls of a turn at one depth, and those of turns together at most depths that there are in a chunk."""
+    """The calls of a turn have one stack depth, and the turns together cover most depths in a chunk of the stack."""
     turns = []
     for _ in range(600):
         depths = []
@@ -324,7 +323,7 @@ def test_garbage_of_earlier_calls_is_no_memory_of_this_one(device):
 
 
 def test_training(monkeypatch, tmp_path, capsys):
-    """A small run has every provider measured or a reason why not, and can be shown."""
+    """A small run measures every provider or gives a reason why not, and can be printed."""
     named = ["--shapes", "8,16,32", "--models", "--rounds", "2", "--seconds", "0.001"]
     named += ["--providers", "eager", "ours", "ours-recompute", "gemms", "checkpoint", "liger-gemm", "quack"]
     monkeypatch.setattr(measure, "machine", lambda: {"cpu": "this one"})

@@ -1,4 +1,4 @@
-"""fuse_mlps on models of many types of transformers, and on the MLP blocks of diffusers and timm."""
+"""fuse_mlps on models of many transformers types, and on the MLP blocks of diffusers and timm."""
 
 import copy
 import random
@@ -11,18 +11,18 @@ import machine
 from suite import SEED
 from survey import blocks, mlps, tiny
 
-# The model types whose tiny models are quick, and run with nothing but the inputs below.
+# Model types with quick tiny models that run with the inputs below alone.
 TYPES = Path(__file__).with_name("model_types.txt").read_text().split()
 
 IN_BFLOAT16 = ("bert", "clip_vision_model", "deepseek_v4", "gemma2", "glm", "gpt2", "llama", "opt", "vit")
 
-# These always; of the others, which share most of their code, so many in each run, drawn by the seed of its inputs.
+# The above are always tested. Types share most of their code: each run draws SAMPLE of them by its inputs' seed.
 SAMPLE = 90
 CHOSEN = sorted({*IN_BFLOAT16, *random.Random(SEED).sample(TYPES, SAMPLE)})
 
 
 def inputs_of(model, dtype=torch.float32):
-    """Random inputs of the least that a model takes, and the same again."""
+    """Returns the least random inputs that a model takes."""
     config, name = model.config, model.main_input_name
     if name == "pixel_values":
         size = config.image_size
@@ -41,10 +41,10 @@ def decoder(config):
 
 
 def built(model_type, dtype=torch.float32):
-    """A tiny model whose biases are not zeros, and whose MLPs show in its outputs; always the same one.
+    """Returns a tiny model with nonzero biases and MLPs that show in its outputs; always the same one.
 
-    Some models choose (a group for a token, the experts of one), and of weights drawn anew some are so near to a tie
-    that a rounding decides.
+    Some models choose (a group or experts for a token), and some fresh weights are so near to a tie that a rounding
+    error decides.
     """
     torch.manual_seed(1)
     model = tiny.build(model_type).eval()
@@ -60,31 +60,31 @@ def built(model_type, dtype=torch.float32):
 
 
 def outcome(model, inputs):
-    """All floating outputs in evaluation, and the gradients of all parameters."""
+    """Returns all floating-point outputs in evaluation, and the gradients of all parameters."""
     model.zero_grad()
     torch.manual_seed(0)
     outputs = [value for value in model(**inputs).values() if isinstance(value, torch.Tensor) and value.requires_grad]
-    # Weighted at random: a norm at the end makes the sum, or the sum of squares, of its outputs a constant.
+    # Random weights: a norm at the end makes the sum, or the sum of squares, of its outputs constant.
     sum((output * torch.randn_like(output)).sum() for output in outputs).backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     return [output.detach() for output in outputs], gradients
 
 
 def largest_error(got, expected):
-    """The norm of the difference in units of the norm of what is expected, of a model's outputs as one."""
+    """Returns the norm of the difference relative to the expected norm, over all of a model's outputs."""
     difference = sum((one.double() - other.double()).square().sum() for one, other in zip(got, expected, strict=True))
     return (difference / sum(other.double().square().sum() for other in expected)).sqrt().item()
 
 
 def are_experts_for_a_gpu(report):
-    """That nothing is left but experts, which run as they are on a CPU where the build is one for GPUs."""
+    """Returns whether only experts are left, which run as they are on a CPU with a build for GPUs."""
     codes = {reason.code for module in report.modules for reason in module.reasons}
     return machine.device_type() == "cuda" and codes == {"own way"}
 
 
 @pytest.mark.parametrize("model_type", CHOSEN)
 def test_models(fused_mlp, model_type):
-    """Outputs and gradients, float32: some 1e-7 of rounding a product, a few of which add up in two layers.
+    """Outputs and gradients match in float32: rounding is about 1e-7 per product, and a few add up in two layers.
 
     The bounds leave a factor of a few hundred for models that amplify: the worst is off by 1e-5 from itself in float64.
     An MLP left out, or fused wrongly, is off by 0.1.
@@ -98,7 +98,7 @@ def test_models(fused_mlp, model_type):
     assert largest_error(after, before) <= 5e-5
     assert fused_gradients.keys() == gradients.keys()
     assert largest_error(fused_gradients.values(), gradients.values()) <= 5e-4
-    with torch.no_grad():  # whole MLPs run as one op here
+    with torch.no_grad():  # runs whole MLPs as one op
         torch.manual_seed(0)
         alone = [value for value in model(**inputs).values() if isinstance(value, torch.Tensor)]
     alone = [value for value in alone if value.is_floating_point()][: len(before)]
@@ -109,7 +109,7 @@ def test_models(fused_mlp, model_type):
 
 @pytest.mark.parametrize("model_type", IN_BFLOAT16)
 def test_models_in_bfloat16(fused_mlp, model_type):
-    """As near to the model in float32 as the unfused one is, give or take half: a rounding is 4e-3."""
+    """A fused bfloat16 model has at most 1.5 times the unfused one's error against float32, plus a rounding of 4e-3."""
     model = built(model_type, torch.bfloat16)
     inputs = inputs_of(model, torch.bfloat16)
     exact = copy.deepcopy(model).float()
@@ -146,11 +146,11 @@ def test_blocks(fused_mlp, block, dtype):
     assert largest_error(*results) <= (1e-5 if dtype == torch.float32 else 2e-2)
 
 
-# Modules that the survey takes for an MLP.
+# Modules that the survey counts as an MLP.
 
 
 def test_what_counts_as_an_mlp():
-    """It does not depend on what is fused: an MLP by name, one by shape alone, neither attention nor a pooler."""
+    """The survey counts MLPs by name or by shape, fused or not, and neither attention nor a pooler."""
     bert = mlps.find(tiny.build("bert"))
     assert {type(module).__name__ for module in bert.values()} == {"BertIntermediate"} and len(bert) == 2
     opt = mlps.find(tiny.build("opt"))

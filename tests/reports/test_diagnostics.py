@@ -1,4 +1,4 @@
-"""`check` says what is chosen, and `benchmark` compares in turns and leaves a model as it was."""
+"""`check` tells what is chosen, and `benchmark` compares in turns and leaves a model unchanged."""
 
 import subprocess
 import sys
@@ -36,7 +36,7 @@ def test_the_screen(fused_mlp):
 
 
 def kind_at(words, rows):
-    """The words of a cell about a number of rows."""
+    """Returns a cell's kind of kernel for a number of rows."""
     for part in words.split(", "):
         kind, _, end = part.partition(" ")
         if not end.startswith("to ") or rows <= int(end.removeprefix("to ")):
@@ -94,7 +94,7 @@ def test_advice_for_capped_instructions(fused_mlp, monkeypatch):
 
 
 def test_gpus_in_words(fused_mlp, monkeypatch):
-    """NVIDIA's, AMD's and Intel's, as torch describes them."""
+    """GPUs of NVIDIA, AMD and Intel are named as torch describes them."""
     gpu = part_of(fused_mlp, "diagnostics.machine").gpu
     found = SimpleNamespace(name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=80 * 2**30)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -112,7 +112,7 @@ def test_gpus_in_words(fused_mlp, monkeypatch):
 
 
 class Model(nn.Module):
-    """Returns what models return: a mapping with more in it than tensors. Tells which methods its MLP runs."""
+    """Returns a mapping of more than tensors, as models do, and records if its MLP is fused at each call."""
 
     def __init__(self):
         super().__init__()
@@ -127,7 +127,7 @@ class Model(nn.Module):
 
 @pytest.fixture
 def clock(fused_mlp, monkeypatch):
-    """The seconds of a call are what `per_call` says: nothing is timed."""
+    """Replaces timing: a call takes `per_call` seconds."""
     timing = part_of(fused_mlp, "diagnostics.timing")
     found = SimpleNamespace(per_call=lambda: 1e-3)
 
@@ -167,11 +167,11 @@ def test_it_compares_and_prints(fused_mlp, model, x, clock):
 
 
 def test_turns_alternate(fused_mlp, model, x, clock):
-    """Each round has turns of both, whatever their order in it; a call behind each switch is not timed."""
+    """Each round has a turn of both in either order; the call after each switch is not timed."""
     timed = []
     clock.per_call = lambda: timed.append(model.seen[-1]) or 1e-3
-    fused_mlp.benchmark(model, x, seconds=30e-3)  # two turns of fifteen rounds, a call each
-    turns = timed[2:]  # behind what tells how many calls fit
+    fused_mlp.benchmark(model, x, seconds=30e-3)  # fifteen rounds of two turns, a call each
+    turns = timed[2:]  # the first two tell how many calls fit
     assert [sorted(turns[at : at + 2]) for at in range(0, 30, 2)] == [[False, True]] * 15
     assert len(turns) == 30
 
@@ -197,7 +197,7 @@ def test_a_few_turns_that_something_interrupts_change_no_verdict(fused_mlp, mode
         (lambda x: x, 1),
         (lambda x: (x, 2), 2),
         (lambda x: {"x": x, "scale": 2}, 2),
-        (lambda x: UserDict(x=x), 1),  # as a tokenizer's BatchEncoding
+        (lambda x: UserDict(x=x), 1),  # like a tokenizer's BatchEncoding
     ],
     ids=["tensor", "tuple", "dict", "UserDict"],
 )
@@ -209,7 +209,7 @@ def test_inputs(fused_mlp, model, x, clock, given, scale):
 @pytest.mark.parametrize("fused_before", [False, True])
 @pytest.mark.parametrize("fails_after", [None, 0, 1, 4, 9])
 def test_the_model_is_as_it_was(fused_mlp, model, x, clock, fused_before, fails_after):
-    """Its methods, parameters and gradients, also where a call raises."""
+    """benchmark restores the model's methods, parameters and gradients, even if a call raises."""
     if fused_before:
         report = fused_mlp.fuse_mlps(model, memory="recompute")
     model.mlp.fc1.weight.grad = torch.ones_like(model.mlp.fc1.weight)
@@ -230,7 +230,7 @@ def test_the_model_is_as_it_was(fused_mlp, model, x, clock, fused_before, fails_
 
 
 def test_compiled_models_are_not_compiled_anew(fused_mlp, x, clock):
-    """Both ways keep their methods from turn to turn."""
+    """Compiled models are compiled once each way, since both keep their methods from turn to turn."""
     compiled = []
 
     def backend(graph, inputs):
@@ -270,7 +270,7 @@ def test_an_output_without_tensors(fused_mlp, model, x):
 
 
 def test_the_demo():
-    """Both parts, one behind the other, from anywhere."""
+    """The demo runs both parts in order from any folder."""
     command = [sys.executable, project.ROOT / "examples/demo.py", "--seconds", "0.01"]
     done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr

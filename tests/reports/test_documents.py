@@ -1,4 +1,4 @@
-"""The documents: what is filled in was measured and counted, what they show runs, what they point at is there."""
+"""The documents' figures match stored measurements and counts, and their links and names exist."""
 
 import json
 import re
@@ -23,7 +23,7 @@ def markdown_files() -> list[Path]:
     return [*project.ROOT.glob("*.md"), *(project.ROOT / "docs").glob("*.md"), *beside]
 
 
-# Tables that are filled in
+# Filled tables
 
 
 @pytest.mark.parametrize("path", fill_documents.DOCUMENTS, ids=lambda path: path.name)
@@ -33,7 +33,7 @@ def test_filled_from_what_is_stored(path):
 
 
 def test_another_measurement_shows(monkeypatch, tmp_path):
-    """Every part but the floors comes from what is stored."""
+    """Every part but the floors comes from stored results."""
     before = fill_documents.parts()
     for path in [*fill_documents.RESULTS.rglob("*.json"), fill_documents.CPU_PROFILE]:
         stored = json.loads(path.read_text(), parse_float=lambda number: float(number) ** 1.1)
@@ -49,7 +49,7 @@ def test_another_measurement_shows(monkeypatch, tmp_path):
 
 
 def test_shares_of_the_mlps(monkeypatch, tmp_path):
-    """Fused is not what is pointwise only, and experts are apart."""
+    """MLPs with only a fused pointwise part do not count as fused, and experts count separately."""
     monkeypatch.setattr(fill_documents, "COVERAGE", tmp_path / "coverage.md")
     fill_documents.COVERAGE.write_text(
         "Made by `make coverage`: a tiny model of every type in transformers\n1.2.3 (9 of 10), fused.\n"
@@ -71,7 +71,7 @@ def test_a_table():
     assert documents.table(("x", "y"), rows, left=1) == "| x | y |\n| --- | ---: |\n| a\\|b | 1 |\n| c | 2 |"
 
 
-# Links: test_examples.py runs what they show
+# Links; test_examples.py runs the code
 
 
 def test_links_lead_somewhere():
@@ -88,7 +88,7 @@ def test_links_lead_somewhere():
 
 
 def test_files_that_are_named_exist():
-    """Paths in backticks, from the root, but those that are made."""
+    """Paths in backticks, relative to the root, exist unless they are generated."""
     folders = {path.name for path in project.ROOT.iterdir() if path.is_dir()} - {"build", ".venv"}
     for path in markdown_files():
         for named in re.findall(r"`(?:python )?([\w.-]+/[\w./*-]*)`", path.read_text()):
@@ -113,7 +113,7 @@ def test_commands_that_are_named_exist():
 
 
 def test_messages_that_are_explained_are_given():
-    """Those in the first columns of docs/troubleshooting.md, but those of other libraries."""
+    """Messages in the first columns of docs/troubleshooting.md, except other libraries', occur in the sources."""
     places = ("torch-ext", "cpu", "cuda", "examples")
     files = [
         path for place in places for path in (project.ROOT / place).rglob("*") if path.suffix in (".py", ".h", ".cpp")

@@ -1,4 +1,4 @@
-"""The examples, the recipes and the README, run as they are printed, through LOCAL_KERNELS and without the Hub."""
+"""The examples, the recipes and the README run as printed, through LOCAL_KERNELS and without the Hub."""
 
 import functools
 import os
@@ -15,7 +15,7 @@ from survey import blocks
 HUB_WAYS = ("default_names", "kernel_config", "kernelize", "standalone_layer")
 RECIPES = sorted((project.ROOT / "examples/recipes").glob("*/*.py"))
 
-# By torch: what runs first. The PyTorch that pip installs is for CUDA, on machines without a GPU too.
+# Code to run first, by torch. pip installs a PyTorch for CUDA, on machines without a GPU too.
 TORCHS = {
     "this torch": "",
     "a CUDA torch without a GPU": """
@@ -25,7 +25,7 @@ torch.cuda.is_available = lambda: False
 """,
 }
 THIS, OTHER = TORCHS
-# timm is installed apart (requirements/timm.txt), and what it takes of torchvision are transforms of images.
+# timm is installed separately (requirements/timm.txt), and uses only torchvision's image transforms.
 BEFORE = {
     "timm_model": f"""
 import importlib.abc, importlib.machinery, sys, unittest.mock
@@ -48,7 +48,7 @@ sys.path.append({str(blocks.TIMM)!r})
 
 
 def run(installed, program, folder, before="", **variables):
-    """The output of a program that succeeds, with no LOCAL_KERNELS but a given one."""
+    """Returns the output of a successful program, with LOCAL_KERNELS unset unless given."""
     environment = {name: value for name, value in os.environ.items() if name != "LOCAL_KERNELS"} | variables
     done = forks.run(Path(program), cwd=folder, env=environment, before=TORCHS[installed] + before)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -58,18 +58,18 @@ def run(installed, program, folder, before="", **variables):
 
 @functools.cache
 def exported(installed):
-    """The variables after the `export` that the README shows."""
+    """Returns the variables that the README's `export` sets."""
     assert "export LOCAL_KERNELS=$(.venv/bin/python tools/project.py)" in (project.ROOT / "README.md").read_text()
     value = run(installed, project.ROOT / "tools/project.py", project.ROOT).strip()
     return {"LOCAL_KERNELS": value, "HF_HUB_OFFLINE": "1"}
 
 
-# Under the other torch one for `kernels` and one for transformers: all of them find the build by the same lines.
+# With the other torch, one for `kernels` and one for transformers suffice: all find the build by the same lines.
 @pytest.mark.parametrize(
     ("name", "installed"), [*((name, THIS) for name in HUB_WAYS), ("kernelize", OTHER), ("kernel_config", OTHER)]
 )
 def test_ways_of_the_hub(name, installed):
-    """Each runs from anywhere, and says at the end that the answers agree."""
+    """Each example runs from any folder, and reports at the end that the results agree."""
     said = run(installed, project.ROOT / f"examples/{name}.py", "/")
     assert "largest difference" in said
     assert max(len(line) for line in said.splitlines()) <= 100
@@ -77,7 +77,7 @@ def test_ways_of_the_hub(name, installed):
 
 @pytest.mark.parametrize("name", ["kernel_config", "default_names"])
 def test_ways_where_transformers_takes_kernels_for_absent(name):
-    """Else one fails in transformers, and the other shows what it does not do."""
+    """The examples exit with an error: else one would fail in transformers, and the other show what does not happen."""
     program = project.ROOT / f"examples/{name}.py"
     code = f"""
 import runpy, sys
@@ -92,7 +92,7 @@ runpy.run_path({str(program)!r})
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipes(recipe):
-    """Each checks its own results; here, that it is a page, names its command, is listed, and fuses something."""
+    """A recipe is at most 40 lines, names its command, is listed, fuses something and passes its own checks."""
     text = recipe.read_text()
     assert len(text.splitlines()) <= 40
     place = recipe.relative_to(project.ROOT)
@@ -100,12 +100,12 @@ def test_recipes(recipe):
     assert f"(../{place})" in (project.ROOT / "docs/recipes.md").read_text()
     said = run(THIS, recipe, project.ROOT, BEFORE.get(recipe.stem, ""), **exported(THIS))
     fused = max(map(int, re.findall(r"^(\d+) of \d+ MLPs run in one call each", said, re.MULTILINE)))
-    assert fused > 0 or machine.device_type() == "cuda"  # which has no kernel for experts in float32
+    assert fused > 0 or machine.device_type() == "cuda"  # a GPU has no kernel for float32 experts
 
 
 @pytest.mark.parametrize("installed", TORCHS)
 def test_what_the_readme_shows(installed, tmp_path):
-    """As a program of its own."""
+    """The README's code runs as a program."""
     readme = (project.ROOT / "README.md").read_text()
     code = [*re.findall(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL), "print(fused_mlp.__file__)"]
     (tmp_path / "shown.py").write_text("\n".join(code))

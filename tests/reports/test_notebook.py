@@ -1,4 +1,4 @@
-"""fuse_mlps in a notebook: classes that are written in cells, in a kernel of IPython."""
+"""fuse_mlps in a notebook: classes defined in cells, in an IPython kernel."""
 
 import os
 
@@ -56,7 +56,7 @@ CELLS = {
 
 @pytest.fixture(scope="module")
 def results():
-    """The end of each cell; all run in one kernel, one after the other."""
+    """Returns the executed cells, all run in one kernel in order."""
     head = HEAD.format(repo=project.repo_id(), version=project.version(), backend=machine.device_type())
     sources = [head, *(f"{cell}\n\nprint(fused(Model))" for cell in CELLS.values())]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
@@ -67,5 +67,5 @@ def results():
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_class_of_a_cell(results, cell):
     outputs = [output.get("text") or output.get("traceback") for output in results[cell].outputs]
-    text = "".join(map(str, outputs))  # which comes in as many parts as it likes
+    text = "".join(map(str, outputs))  # output may come in any number of parts
     assert text.endswith("['plain']\n"), text

@@ -1,4 +1,4 @@
-"""The page and the document that are made of a profile: what they say, and the page as a browser shows it."""
+"""The page and the document made from a profile: their contents, and the page as shown in a browser."""
 
 import itertools
 import json
@@ -43,7 +43,7 @@ def test_the_document_says_what_was_measured():
 
 
 def test_noise_has_no_ratio():
-    """Neither in the document nor on the page; older runs took no turns, and tell nothing of noise."""
+    """Noisy times get no ratio, in the document or on the page. Older runs took no turns, and say nothing of noise."""
     run = json.loads(COMMITTED.read_text())
     workload = run["workloads"][0]
     assert "noisy" not in str(results.comparison(workload))
@@ -53,7 +53,7 @@ def test_noise_has_no_ratio():
 
 
 def test_the_committed_page():
-    """It is what page.py makes of the document's run, the drawings apart, and has no dead links."""
+    """The committed page is page.py's for the document's run, except for the drawings, and has no dead links."""
     committed = RESULTS / "h100.html"
     assert f"(../profiling/results/{committed.name})" in document.DOCUMENT.read_text()
     html = committed.read_text()
@@ -66,7 +66,7 @@ def test_the_committed_page():
 
 @pytest.fixture(scope="module", params=["cpu", "h100"])
 def made_page(request, tmp_path_factory):
-    """The page of a committed run, with a set-up of all kinds of launches beside its own, and one trace to link to."""
+    """Makes the page of a committed run with a planted set-up of all kinds of launches, and one trace to link."""
     run = json.loads((RESULTS / f"{request.param}.json").read_text())
     forward = timeline.middle(traces.eager_mlp().read())
     planted = dict(run["workloads"][0]["setups"][0])
@@ -89,7 +89,7 @@ def test_the_page_is_one_small_file(made_page):
     html = path.read_text()
     assert path.stat().st_size < 500_000
     assert "a &lt;GPU&gt;" in html and "a <GPU>" not in html
-    assert html.count('href="mlp-eager.json"') == 2  # eager's, and that of the planted set-up made from it
+    assert html.count('href="mlp-eager.json"') == 2  # eager's, and the planted set-up's, which is a copy of it
     assert 'href="mlp-ours.json"' not in html
     ids = re.findall(r'\bid="([^"]+)"', html)
     assert len(ids) == len(set(ids))
@@ -106,7 +106,7 @@ def test_from_a_recording_to_a_page(tmp_path):
 
 
 def test_the_page_without_torch(tmp_path):
-    """Page and data are apart: where there is no PyTorch, the page can be made."""
+    """The page can be made from its data without PyTorch."""
     blocked = tmp_path / "torch.py"
     blocked.write_text("raise ImportError('no torch here')\n")
     command = [
@@ -156,7 +156,7 @@ def test_the_page_in_a_browser(chromium, made_page, scheme, width, height):
         firsts = itertools.accumulate((len(setup["launches"]) + 1 for setup in workload["setups"][:-1]), initial=1)
         assert len({round(shown["starts"][first]) for first in firsts}) == 1  # the lanes' first launches are aligned
         assert all(any(setup["title"] in words for words in shown["words"]) for setup in workload["setups"])
-        assert shown["smallest"] >= 9  # pixels: letters that can be read
+        assert shown["smallest"] >= 9  # pixels: legible letters
         numbers = sorted(shown["numbers"])
         assert len(numbers) >= 3
         assert all(right + 3 * height <= left for (_, right, height), (left, *_) in itertools.pairwise(numbers))
@@ -176,7 +176,7 @@ def test_the_page_in_a_browser(chromium, made_page, scheme, width, height):
 
 @needs_browser
 def test_the_browser_sees_faults(chromium, made_page, tmp_path):
-    """Something too wide, and something that is fetched, are noticed."""
+    """The checks detect an element that is too wide and a resource that is fetched."""
     path, _ = made_page
     faulty = tmp_path / "faulty.html"
     planted = '<div style="width: 2000px">wide</div><img src="http://127.0.0.1:9/picture.png">'
@@ -188,12 +188,12 @@ def test_the_browser_sees_faults(chromium, made_page, tmp_path):
 
 
 def overflow(driver):
-    """Pixels that the page is wider than the screen."""
+    """Returns the number of pixels by which the page is wider than the screen."""
     return driver.execute_script("return document.documentElement.scrollWidth - document.documentElement.clientWidth")
 
 
 def fetched(driver, path):
-    """The requests beside the page itself, by the request log and by the page's own account."""
+    """Returns the requests other than the page itself, from the request log and from the page."""
     own = path.resolve().as_uri()
     entries = driver.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
     return sorted(

@@ -1,4 +1,4 @@
-"""The profiling scripts: what they expect is seen on this machine, and each expectation can fail."""
+"""The profiling scripts: their expectations hold on this machine, and each expectation can fail."""
 
 import dataclasses
 import itertools
@@ -52,7 +52,7 @@ def test_a_trace_of_a_gpu():
 
 
 def test_a_trace_of_a_cpu():
-    """A shell and views are passed over; what an op calls for its own ends is part of it."""
+    """Enclosing ranges and views are skipped; operations that an op calls internally belong to it."""
     planted = Planted().forward(duration=90.0)
     planted.op("TorchDynamo Cache Lookup", 0.0, 5.0).op("aten::linear", 10.0, 30.0).op("aten::t", 11.0, 1.0)
     planted.op("aten::addmm", 13.0, 20.0).op("aten::copy_", 14.0, 3.0).op("aten::gelu", 50.0, 10.0)
@@ -111,11 +111,11 @@ def test_kinds_of_names(name, kind):
     assert timeline.kind_of(name) == kind
 
 
-# Each expectation holds on what it describes, and fails on a trace with a fault.
+# Each expectation holds on a matching trace, and fails on a faulty one.
 
 
 def compiled(*more: str) -> Planted:
-    """Three forwards of a compiled MLP, and kernels beside."""
+    """Returns a trace of three forwards of a compiled MLP, with additional kernels."""
     planted = Planted()
     for _ in range(3):
         planted.forward()
@@ -135,7 +135,7 @@ def ops(*named) -> Planted:
 
 ADDMM = ("aten::addmm", 1.0, 20.0)
 OURS = (("_fused_mlp_cpu_1::gated_mlp", 1.0, 50.0), ("aten::view", 2.0, 1.0))
-# An expectation, a trace that it holds on, and those with a fault.
+# An expectation, a trace on which it holds, and faulty traces.
 CAN_FAIL = {
     "launches": (
         expect.launches(plan.EAGER, "GPU kernel"),
@@ -150,7 +150,7 @@ CAN_FAIL = {
     "launches_nothing": (
         expect.launches_nothing("aten::t"),
         eager_mlp(),
-        # Around the first launch call, and no such op at all.
+        # Around the first launch call, and without any such op.
         [eager_mlp().op("aten::t", 2.0, 5.0), Planted().forward().kernel("gemm", 5.0, 1.0)],
     ),
     "without": (expect.without("aten::add"), eager_mlp(), [ops(("aten::add", 1.0, 2.0))]),
@@ -213,7 +213,7 @@ def test_bytes_of_the_steps():
 
 @pytest.mark.parametrize(("shape", "microseconds"), [((8192, 768, 3072), 145), ((1, 4096, 14336), 117)])
 def test_floors(shape, microseconds):
-    """Those of cuda/README.md, at 800 TFLOP/s and 3.0 TB/s."""
+    """Floors are those of cuda/README.md, at 800 TFLOP/s and 3.0 TB/s."""
     assert plan.mlp_size(*shape, 2).floor_seconds(800e12, 3.0e12) * 1e6 == pytest.approx(microseconds, abs=1)
 
 
@@ -233,11 +233,11 @@ def test_steps_follow_what_explain_says(backend, fused, steps):
     assert plan.of_ours(SimpleNamespace(implementation=backend, parts=parts)) == steps
 
 
-# On this machine, whatever it is.
+# On any machine.
 
 
 def marks(workload, out):
-    """The figures of all set-ups, and every claim with whether it held and what was seen."""
+    """Returns all set-ups' figures, and for every claim whether it held and what was seen."""
     found = session.run(workload, out)
     return found, {(s["key"], m["claim"]): (m["held"], m["seen"]) for s in found for m in s["expectations"]}
 
@@ -261,7 +261,7 @@ def test_the_mlp(tmp_path):
 
 
 def test_set_ups_take_turns():
-    """A machine that slows down slows all of them; and the spread says how far their times can be trusted."""
+    """A machine that slows down slows all set-ups alike, and the spread shows how reliable their times are."""
     called = []
     workload = setups.linear(4, 8, 8, compiled=False)
     (eager,) = workload.setups
@@ -294,7 +294,7 @@ TUTORIAL = (64, 128, 768, 3072)
 @needs_gpu
 @pytest.mark.parametrize("provider", ["compile", "liger", "ours", "ours-compile", "ours-triton"])
 def test_the_tutorials_mlp_on_a_gpu(provider, tmp_path):
-    """Eager launches five kernels, the compiler and Liger four, ours two; copies and fills of cuBLAS apart."""
+    """Eager launches five kernels, the compiler and Liger four, ours two, without cuBLAS's copies and fills."""
     if reason := setups.unavailable(provider):
         pytest.skip(reason)
     found, seen = marks(setups.mlp(*TUTORIAL, (provider,)), tmp_path)

@@ -1,4 +1,4 @@
-"""The reports of fuse_mlps and explain on a model: how much of it is fused, what is left, and why."""
+"""The reports of fuse_mlps and explain on a model: how much is fused, what is not, and why."""
 
 import copy
 
@@ -57,7 +57,7 @@ def test_kernelized_parts_are_explained(fused_mlp, device):
 
 
 def test_an_mlp_of_coordinates_is_left(fused_mlp):
-    """As that of relative positions in Swin: no kernel multiplies so few inputs."""
+    """An MLP of coordinates, as for Swin's relative positions, is left: no kernel takes so few inputs."""
     model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 8))
     report = fused_mlp.fuse_mlps(model)
     assert not fused_mlp.is_fused(model)
@@ -90,7 +90,7 @@ def nested(module, depth):
 
 
 def test_the_table_fits_a_terminal(fused_mlp, device):
-    """However long names and paths are; and nothing of them is lost."""
+    """The table fits a terminal and keeps names and paths whole, however long they are."""
     module = AnMLPWhoseClassHasALongNameIndeedLongerThanMost().to(device)
     hooked(module.down_proj)
     report = fused_mlp.fuse_mlps(nested(module, 5))
@@ -122,7 +122,7 @@ def test_the_model_itself_is_named(fused_mlp, device):
 
 
 class Sparse(Gated):
-    """As Gemma 3n's MLP: a condition between the gate and its activation."""
+    """Has a condition between the gate and its activation, as Gemma 3n's MLP does."""
 
     sparsity = 0.5
 
@@ -142,7 +142,7 @@ def test_a_branch_that_does_not_run_is_not_reported_as_fused(fused_mlp, device):
     assert (entry.pattern, entry.extent, entry.fused) == ("gated", "none", False)
     assert entry.reason == "takes another branch of its code (self.sparsity > 0)"
     x = x_of(device)
-    for sparsity, extent in ((0.5, "none"), (0, "full"), (0.5, "none"), ("none", "full")):  # the last cannot be told
+    for sparsity, extent in ((0.5, "none"), (0, "full"), (0.5, "none"), ("none", "full")):  # the last is unknown
         module.sparsity = plain.sparsity = sparsity
         (entry,) = fused_mlp.fuse_mlps(module).modules
         assert entry.extent == extent
