@@ -96,8 +96,7 @@ def subsets(made):
 
 
 def wanting(made, of):
-    """Fresh operands as a layer in a model gets them: the input and every other one are computed, the rest are
-    leaves."""
+    """Fresh operands as in a model: the input and every other one are computed, the rest are leaves."""
     leaves = {name: tensor.clone().requires_grad_(name in of) for name, tensor in made.items()}
     computed = {name: leaf * 1 if place % 2 == 0 else leaf for place, (name, leaf) in enumerate(leaves.items())}
     return computed, [computed[name] for name in of]
@@ -170,7 +169,7 @@ class Asked(TorchDispatchMode):
 def test_one_gradient_of_many(fused_mlp, device, kind, biases, memory):
     """``autograd.grad`` of one operand, a leaf or not, skips the other gradients even if all operands require one.
 
-    There are enough rows that skipping costs less than computing the other gradients.
+    There are enough rows that skipping gradients saves more time than finding out which ones are requested.
     """
     made = operands(kind, device, biases, rows=1024, sizes=(32, 88, 48))
     for computed in (False, True):
@@ -229,7 +228,7 @@ def test_gradients_of_gradients(fused_mlp, device, kind, biases, memory):
 
 
 SIZES_OF_MEMORY = [((24, 88, 16), torch.float32), ((96, 40, 64), torch.float32)]
-if machine.has_tiles():  # without tiles, oneDNN's products take up to 24 KiB more, depending on their operands, ours and eager's alike
+if machine.has_tiles():  # otherwise oneDNN's products take up to 24 KiB more by operands, ours and eager's
     SIZES_OF_MEMORY += [((96, 352, 64), torch.bfloat16)]
 
 

@@ -33,7 +33,7 @@ def step(call, made, retain=False):
     """The result, and the gradients of all operands that require one."""
     result = call(made)
     wanted = [tensor for tensor in made.values() if tensor.requires_grad]
-    random = torch.Generator(result.device).manual_seed(torch.initial_seed() % 2**32)  # the same for all that are compared
+    random = torch.Generator(result.device).manual_seed(torch.initial_seed() % 2**32)  # the same for all compared calls
     grad = torch.randn(result.shape, generator=random, device=result.device).to(result.dtype)
     return result.detach(), *torch.autograd.grad(result, wanted, grad, retain_graph=retain)
 
@@ -53,7 +53,7 @@ def test_no_rows(fused_mlp, device, function, memory, dtype):
 @pytest.mark.parametrize("rows, width, hidden", [(512, 32, 128), (16, 128, 512), (64, 96, 48)])
 @functions
 def test_memory(fused_mlp, device, function, rows, width, hidden, of):
-    """Kept memory matches explain and never exceeds eager's, and neither does the peak."""
+    """Kept memory matches explain and, unless x alone is trained, does not exceed eager's; the peak never does."""
     made = leaves(operands(function, (rows,), (width, hidden, width), device=device), of)
     if not any(tensor.requires_grad for tensor in made.values()):
         pytest.skip("no such operand")
@@ -89,8 +89,7 @@ def test_memory(fused_mlp, device, function, rows, width, hidden, of):
 @memories
 @functions
 def test_gradients_of_strided_operands_in_poisoned_memory(fused_mlp, device, function, memory, dtype, biases):
-    """Odd sizes, Conv1D weights and an input with gaps give right gradients, bitwise equal again and with a kept
-    graph."""
+    """Odd sizes, Conv1D weights and strided x give right gradients, bitwise the same again and with a kept graph."""
     made = leaves(operands(function, (3, 37), (33, 47, 21), dtype=dtype, device=device, biases=biases))
     made["x"] = torch.stack([made["x"].detach()] * 2, dim=2)[:, :, 0].requires_grad_()
     for name in [name for name in made if name.endswith("weight")]:
@@ -138,8 +137,7 @@ def test_gradients_by_number_of_rows(fused_mlp, device, function, sizes, dtype):
     "rows, sizes", [(1, (40, 72, 8)), (1300, (33, 47, 21)), (5003, (16, 264, 40)), (70001, (8, 9, 8))]
 )
 def test_gradients_of_biases(fused_mlp, device, rows, sizes, dtype):
-    """Bias gradients are right for few rows, for rows summed in parts on a GPU, and for strided and expanded
-    gradients."""
+    """Bias gradients are right for few rows, rows that a GPU sums in parts, strided and expanded gradients."""
     made = leaves(operands("mlp", (rows,), sizes, dtype=dtype, device=device), ("fc1_bias", "fc2_bias"))
     wide = leaves({name: tensor.double() for name, tensor in made.items()}, ("fc1_bias", "fc2_bias"))
     with_gaps = torch.randn(rows, sizes[2] + 3, device=device).to(dtype)[:, 3:]
@@ -290,7 +288,7 @@ def test_few_hidden_values_on_a_cpu(fused_mlp, monkeypatch, act, activation, cou
 
 @pytest.mark.parametrize("trained, written", [("fc1", True), ("", False)])
 def test_a_little_mlp_whose_input_needs_no_gradient(fused_mlp, device, monkeypatch, trained, written):
-    """A small trained MLP whose input needs no gradient runs as written, even if its parameters sit in a submodule."""
+    """A small MLP whose input needs no gradient runs as written only if a parameter, in any submodule, is trained."""
     plain = sys.modules[f"{fused_mlp.__name__}.models.running.shortcut"].plain
     module, x = nn.Sequential(Plain()).to(device), torch.randn(2, 32, device=device)
     for name, parameter in module.named_parameters():
@@ -397,8 +395,7 @@ def test_autocast_of_weights(fused_mlp, device, function, memory, kept_in):
 @pytest.mark.parametrize("kind", [Gated, PackedGated, Plain])
 @memories
 def test_weights_are_cast_once(fused_mlp, device, kind, memory):
-    """Under autocast, two MLPs with shared weights cast each weight once per step, as eager does, with eager's
-    gradients."""
+    """Under autocast, MLPs with shared weights cast each once per step, as eager does, with eager's gradients."""
     model = Blocks(kind).to(device)
     for name, part in model.mlps[0].named_children():
         setattr(model.mlps[1], name, part)
@@ -453,8 +450,7 @@ def test_memory_of_a_model(fused_mlp, device, kind):
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_memory_of_a_model_with_checkpointing(fused_mlp, device, use_reentrant):
-    """With transformers' checkpoints around each layer, saved bytes and peak do not grow, and gradients stay the
-    same."""
+    """With transformers' checkpoint per layer, saved bytes and peak do not grow, and gradients stay the same."""
     model, _ = llama(device, intermediate_size=256)
     model.train().gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     fused, ids = copy.deepcopy(model), torch.randint(3, 64, (2, 128), device=device)
