@@ -292,8 +292,7 @@ def test_dora_is_left(fused_mlp, device, ops):
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["plain", "autocast"])
 @kinds
 def test_dropout_of_kinds(fused_mlp, device, ops, kind, autocast):
-    """Dropouts of float32 adapters are right, though autocast makes them draw in another dtype than the op computes
-    in."""
+    """Dropouts of float32 adapters are right; in autocast they draw in another dtype than the op computes in."""
     model, fused, inputs = pair(fused_mlp, device, kind, lora_dropout=0.3)
     for each in (model, fused):
         each.train()

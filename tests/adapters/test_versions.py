@@ -31,8 +31,7 @@ def number(version):
 
 @pytest.mark.parametrize("name", READ)
 def test_the_installed_version_is_known(fused_mlp, name):
-    """Each form is listed under the first version that has it; the installed one is the latest of those up to its
-    version."""
+    """Each form is listed under the first version that has it; the installed one is the latest up to its version."""
     place, kind = READ[name]
     if isinstance(kind, str):
         home, _, attribute = kind.rpartition(".")

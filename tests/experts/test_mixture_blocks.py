@@ -286,8 +286,7 @@ def test_weights_are_read_at_each_call(fused_mlp, device, dtype, calls):
 
 
 def test_what_is_left(fused_mlp, device, dtype, calls, monkeypatch):
-    """A block runs as written under autograd, autocast and patches, in another dtype, and on inputs of another
-    shape."""
+    """A block runs as written under autograd, autocast and patches, in another dtype and on another shape of input."""
     model, fused = pair(fused_mlp, device, dtype=dtype)
     plain, ours, before = layer_of(model).mlp, layer_of(fused).mlp, calls.made["mixture"]
     x = torch.randn(2, 5, 32, device=device, dtype=dtype)

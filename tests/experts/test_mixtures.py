@@ -387,8 +387,7 @@ def test_loops_of_other_classes(fused_mlp, device):
 @pytest.mark.skipif(machine.device_type() != "cpu", reason="a rule for CPUs")
 @pytest.mark.parametrize("way", ["eager", "grouped_mm"])
 def test_what_trains_on_a_cpu(fused_mlp, monkeypatch, way):
-    """Training on a CPU runs no composed experts: they keep more for the backward than a loop or transformers'
-    products."""
+    """CPU training runs no composed experts: they keep more for the backward than a loop or transformers' products."""
     module = made(Base, implementation=way)
     fused = copy.deepcopy(module)
     (entry,) = fused_mlp.fuse_mlps(fused).fused

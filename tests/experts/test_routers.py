@@ -75,8 +75,7 @@ def test_what_trains_is_asked_nothing(fused_mlp, device, monkeypatch):
 
 @pytest.mark.parametrize("experts", [8, 33, 128, 160, 512])
 def test_sizes(fused_mlp, device, experts):
-    """The op chooses torch's experts at all sizes; in bfloat16, on a GPU too, both take the first of many equal
-    logits."""
+    """The op chooses torch's experts; in bfloat16, on a GPU too, both take the first of many equal logits."""
     plain, fused = pair(fused_mlp, device)
     top_k = 8
     for router in (plain, fused):

@@ -347,8 +347,7 @@ def test_compiled_without_breaks(fused_mlp, device, trained):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("form", [{}, {"limit": 0.5}, OF_GPT_OSS], ids=["plain", "limit", "gpt-oss"])
 def test_rows_of_skipped_slots_are_not_read(fused_mlp, device, compiled, form, monkeypatch):
-    """Rows of skipped slots, which torch's grouped product leaves uninitialised on a GPU, reach no result or
-    gradient."""
+    """Rows of skipped slots, which torch's grouped product leaves unset on a GPU, reach no result or gradient."""
     composed = importlib.import_module(f"{fused_mlp.__name__}.experts")
     product, routing = composed._GroupedMm.forward, composed.routing
 
