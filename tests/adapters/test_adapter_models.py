@@ -634,7 +634,7 @@ METHODS = ["forward", "active_adapters", "_cast_input_dtype"]
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("method", METHODS)
 def test_patched_methods_are_left(fused_mlp, device, forms, ops, monkeypatch, method, when):
-    """A method patched before the class is first read, or after fusing, is called; the ops run again afterwards."""
+    """A method patched before the class is first read, or after fusing, is called, and no op runs."""
     called = []
 
     def patch():
