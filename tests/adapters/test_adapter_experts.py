@@ -25,7 +25,7 @@ MODELS = ("qwen3_moe", "mixtral", "gpt_oss")
 
 
 def factors(made, rank, *, transposed=False, dtype=None, scale=1.0):
-    """Those of both layers as PEFT has them, b [out, rank, experts], by name."""
+    """Factors of both layers by name, in PEFT's layout: b is [out, rank, experts]."""
     found = {}
     for name in ("gate_up", "down"):
         weight = made[f"{name}_weight"]
@@ -46,7 +46,7 @@ def ours(fused_mlp, given, which=("gate_up", "down"), scalings=(0.5, 2.0), **for
 
 
 def changed(given, which=("gate_up", "down"), scalings=(0.5, 2.0), transposed=False, **form):
-    """The formula, with all weights changed."""
+    """The reference formula, with the adapters added to the weights."""
     given = dict(given)
     for name, scaling in zip(("gate_up", "down"), scalings, strict=True):
         a, b = given.pop(f"{name}_a"), given.pop(f"{name}_b")
@@ -67,7 +67,7 @@ def gradients(compute, given, names, grad):
 
 
 def check(fused_mlp, made, dtype, names=(), **options):
-    """Values and gradients, against float64 and the same by PyTorch's operations alone."""
+    """Checks values and gradients against float64, with the error of PyTorch's operations as the limit."""
     out = made["down_weight"].shape[2 if options.get("transposed", False) else 1]
     grad = torch.randn(made["x"].shape[0], out, device=made["x"].device).to(dtype)
     wide = {name: value.double() if value.is_floating_point() else value for name, value in made.items()}
@@ -80,7 +80,7 @@ def check(fused_mlp, made, dtype, names=(), **options):
         assert mine.dtype == other.dtype
         size = exactly.norm() + 1e-12
         errors = [((each.double() - exactly).norm() / size).item() for each in (mine, other)]
-        # With few tokens a gradient may be small by cancellation, whoever computes it.
+        # With few tokens, cancellation may make a gradient small in any implementation.
         assert errors[0] <= 2 * errors[1] + (1e-5 if dtype == torch.float32 else 1e-2), f"{name}: {errors}"
         assert errors[0] <= (1e-4 if dtype == torch.float32 else 2e-2) or made["x"].shape[0] < 30, f"{name}: {errors}"
 
@@ -107,7 +107,7 @@ def test_one_adapter_alone(fused_mlp, device, which):
     check(fused_mlp, made, torch.float32, ("x", f"{which[0]}_a", f"{which[0]}_b"), which=which)
 
 
-# Tokens, k, experts, sizes and ranks: those that the kernels of Hopper take, and that are composed elsewhere.
+# Tokens, k, experts, sizes and ranks: taken by Hopper's kernels, and composed elsewhere.
 SHAPES = [
     (1, 2, 16, (128, 128), 8),
     (5, 2, 12, (192, 192), 64),
@@ -123,7 +123,7 @@ SHAPES = [
 @pytest.mark.parametrize("biases", [False, True], ids=["without biases", "with biases"])
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_forms_that_train_by_kernels(fused_mlp, device, form, biases, which):
-    """Limits are out of reach: a rounded sum may be on the other side of one."""
+    """All forms train by kernels; limits are out of reach, as rounding may move a sum across one."""
     form = {**form, "limit": 1e3} if "limit" in form else form
     for tokens, k, experts, sizes, rank in SHAPES[1:5]:
         made = drawn(tokens, k, experts, (*sizes, sizes[0]), dtype=torch.bfloat16, device=device, biases=biases, **form)
@@ -168,7 +168,7 @@ def test_kernels_take_them(fused_mlp, device, monkeypatch, tokens, k, experts, s
 
 @hopper
 def test_a_graph_that_is_kept(fused_mlp, device):
-    """The kept values are overwritten by the last backward alone."""
+    """Only the last backward overwrites the kept values."""
     made = drawn(60, 2, 4, (128, 192, 128), device=device, dtype=torch.bfloat16)
     made["top_k_weights"] = made["top_k_weights"].nan_to_num(0.3)
     made |= factors(made, 8)
@@ -184,7 +184,7 @@ def test_a_graph_that_is_kept(fused_mlp, device):
 
 @hopper
 def test_sorted_rows_are_not_kept(fused_mlp, device):
-    """The gradient of the first factor gathers the tokens."""
+    """Sorted rows are not kept, as the gradient of the first factor gathers the tokens."""
     made = drawn(60, 2, 4, (128, 192, 128), device=device, dtype=torch.bfloat16)
     made |= factors(made, 8)
     result = ours(fused_mlp, {name: value.detach().requires_grad_(name in TRAINED) for name, value in made.items()})
@@ -258,7 +258,7 @@ def test_bias_and_dropout_are_refused(fused_mlp, device):
 
 
 class Largest(TorchDispatchMode):
-    """The size of the largest tensor that an operation has made."""
+    """Records the size of the largest tensor made by an operation."""
 
     size = 0
 
@@ -286,7 +286,7 @@ def test_nothing_of_a_weights_size(fused_mlp, device, tokens):
 
 @pytest.fixture
 def calls(fused_mlp, monkeypatch):
-    """The calls of experts with adapters."""
+    """Records the calls of experts with adapters."""
     module, called = sys.modules[f"{fused_mlp.__name__}.calls"], []
     compute = module.adapted_experts
     monkeypatch.setattr(
@@ -323,7 +323,7 @@ def assert_same(model, fused, ids, tolerance=1e-4):
 
 
 def takes(dtype=torch.float32):
-    """True if adapted experts are fused here: in 32 bit, kernels of a GPU leave them."""
+    """True if adapted experts are fused here: GPU kernels do not take float32."""
     return machine.device_type() == "cpu" or dtype != torch.float32
 
 
@@ -346,7 +346,7 @@ def test_models(fused_mlp, device, calls, kind, everything, training):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_bfloat16(fused_mlp, device, calls, kind):
-    """Adapters in float32 beside weights of 16 bit, as PEFT keeps them. Rounding may change the choice of a router."""
+    """PEFT's float32 adapters on 16-bit experts are right; routers, whose choice rounding may change, are left out."""
     model, fused, _ = pair(fused_mlp, device, kind, torch.bfloat16)
     x, weights = torch.randn(18, 32, device=device).bfloat16(), torch.rand(18, 2, device=device).bfloat16()
     index = torch.rand(18, 6, device=device).topk(2).indices
@@ -410,7 +410,7 @@ def test_explained(fused_mlp, device):
 
 
 def test_states(fused_mlp, device, calls):
-    """Each is seen at the next call; where two are active at once, PEFT's way runs."""
+    """Each change of adapters takes effect at the next call; if two are active at once, PEFT's code runs."""
     model, fused, ids = pair(fused_mlp, device)
     second = {"r": 2, "target_parameters": TARGETS, "init_lora_weights": False}
     for step, runs in (
@@ -434,7 +434,7 @@ def test_states(fused_mlp, device, calls):
 
 
 def test_disabled_while_merged(fused_mlp, device):
-    """PEFT takes a merged adapter out of the weights at the next call."""
+    """PEFT removes a merged, disabled adapter from the weights at the next call."""
     model, fused, ids = pair(fused_mlp, device)
     alike(lambda model: model.merge_adapter(), model, fused)
     with model.disable_adapter(), fused.disable_adapter():
@@ -443,7 +443,7 @@ def test_disabled_while_merged(fused_mlp, device):
 
 
 def test_adapters_on_a_fused_model(fused_mlp, device, calls):
-    """They are PEFT's until the model is fused again."""
+    """Adapters on a fused model run PEFT's code until the model is fused again."""
     model = mixtures.build("qwen3_moe").to(device)
     fused, ids = copy.deepcopy(model), torch.randint(3, 96, (2, 9), device=device)
     fused_mlp.fuse_mlps(fused)
@@ -477,7 +477,7 @@ def test_gradient_checkpointing(fused_mlp, device, calls, use_reentrant):
 
 
 def test_hooks_are_called(fused_mlp, device, calls):
-    """On the experts within the wrappers: PEFT calls them."""
+    """Hooks on the experts within the wrappers are called, as PEFT's code runs."""
     model, fused, ids = pair(fused_mlp, device)
     seen = []
     for each in (model, fused):
@@ -497,7 +497,7 @@ def test_cast_after_fusing(fused_mlp, device, calls):
 
 
 def test_compiled_models(fused_mlp, device, calls):
-    """PEFT's own code is traced."""
+    """torch.compile traces PEFT's own code."""
     torch.compiler.reset()
     model, fused, ids = pair(fused_mlp, device)
     with torch.no_grad():
@@ -521,7 +521,7 @@ def test_an_error_is_that_of_the_original(fused_mlp, device):
 
 @pytest.mark.skipif(machine.device_type() != "cuda", reason="the allocator of a GPU counts")
 def test_memory(fused_mlp, device):
-    """A step of training needs a fraction of what PEFT's does, which is bound by the size of the weights."""
+    """A training step needs a fraction of the memory of PEFT's, which is bound by the size of the weights."""
     sizes = {"hidden_size": 512, "moe_intermediate_size": 256, **dict.fromkeys(mixtures.EXPERTS, 64)}
     model = adapted(mixtures.build("qwen3_moe", torch.bfloat16, **sizes)).to(device)
     fused, ids, peaks = copy.deepcopy(model), torch.randint(3, 96, (2, 9), device=device), []
@@ -547,7 +547,7 @@ def test_experts_at_random(fused_mlp, tmp_path):
 
 @pytest.fixture
 def wrappers(fused_mlp):
-    """The reader of the class, with nothing remembered of it before and after."""
+    """The reader of the class, with its cache cleared before and after."""
     read = sys.modules[f"{fused_mlp.__name__}.models.experts.wrappers"]
     read.known.cache_clear()
     yield read
@@ -578,7 +578,7 @@ def test_patched_methods_are_left(fused_mlp, device, calls, wrappers, monkeypatc
 
 
 def test_a_class_of_another_version_is_left(wrappers, monkeypatch):
-    """One without a method that this version calls, too."""
+    """A class without a method that this version calls is left, too."""
     monkeypatch.delattr(lora.ParamWrapper, "_activate_lora")
     assert wrappers.known(lora.ParamWrapper) is None
 

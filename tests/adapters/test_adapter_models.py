@@ -17,7 +17,7 @@ from safety import run_with_gradients as run
 from tiny_models import build
 from trainers import losses_of
 
-# The projections of the MLPs, of which each model has two.
+# The projections of the MLPs; each model has two MLPs.
 PROJECTIONS = {
     "Llama": ["gate_proj", "up_proj", "down_proj"],
     "Phi3": ["gate_up_proj", "down_proj"],
@@ -43,7 +43,7 @@ kinds = pytest.mark.parametrize("kind", PROJECTIONS)
 
 @pytest.fixture
 def ops(fused_mlp, monkeypatch):
-    """The calls of the ops with adapters, "forward" and "backward", in their order."""
+    """Records the calls of the ops with adapters, "forward" or "backward", in order."""
     adapters, called = sys.modules[f"{fused_mlp.__name__}.adapters"], []
     for name in ("forward", "backward"):
         op = getattr(adapters, f"_plain_{name}")
@@ -53,13 +53,13 @@ def ops(fused_mlp, monkeypatch):
 
 
 def adapted(model, kind="Llama", **options):
-    """A model with adapters that are not those of the identity."""
+    """A model with adapters that do not start as the identity."""
     options = {"r": 4, "target_modules": PROJECTIONS[kind], "init_lora_weights": False, **options}
     return peft.get_peft_model(model, peft.LoraConfig(**options))
 
 
 def pair(fused_mlp, device, kind="Llama", dtype=torch.float32, **options):
-    """An adapted model, a copy that is fused (unverified: that calls ops too), and inputs for both."""
+    """An adapted model, its fused copy (unverified, as verification calls ops too), and inputs for both."""
     model, inputs = build(kind, device, dtype)
     torch.manual_seed(1)
     model = adapted(model, kind, **options)
@@ -81,7 +81,7 @@ def assert_same(model, fused, inputs, tolerance=1e-4, **options):
 
 
 def assert_as_near(model, fused, inputs, **options):
-    """The fused model is as near to the same model in float32 as the other one is."""
+    """The fused model is as close to the model in float32 as the unfused one is."""
     exact = run(
         copy.deepcopy(model).float(), {name: x.float() if x.is_floating_point() else x for name, x in inputs.items()}
     )
@@ -100,7 +100,7 @@ def layers_in(model):
 
 
 def state_of(model):
-    """The names of what each module holds, and what stands for its methods."""
+    """The names of each module's attributes, including those that override methods."""
     return {path: set(vars(module)) for path, module in model.named_modules()}
 
 
@@ -116,7 +116,7 @@ def test_values_and_gradients(fused_mlp, device, ops, kind, everything, training
         each.train(training)
         for parameter in each.parameters():
             parameter.requires_grad_(parameter.requires_grad or everything)
-    if not training:  # dropout of a model may be in the way of what is behind its attention
+    if not training:  # the model's dropout may stand in the way after its attention
         assert fused_mlp.explain(fused).implementation == "fused"
     assert_same(model, fused, inputs)
     assert ops == ["forward"] * MLPS + ["backward"] * MLPS + ["forward"] * MLPS
@@ -154,7 +154,7 @@ def test_recomputed(fused_mlp, device, ops):
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["plain", "autocast"])
 @pytest.mark.parametrize("wide", [False, True], ids=["bf16 adapters", "float32 adapters"])
 def test_bfloat16(fused_mlp, device, ops, wide, autocast, kind):
-    """PEFT keeps adapters in float32, unless it is told not to."""
+    """Adapters are right in float32, PEFT's default, and in bfloat16."""
     model, inputs = build(kind, device, torch.bfloat16)
     model = adapted(model, kind)
     if not wide:
@@ -199,7 +199,7 @@ def test_cast_after_fusing(fused_mlp, device, ops, dtype):
 
 
 def test_adapters_of_other_dtypes(fused_mlp, device, ops):
-    """Adapters in float64 are left to PEFT, which raises its own error for what it refuses."""
+    """Adapters in float64 are left to PEFT, which raises its own error for what it rejects."""
     model, fused, inputs = pair(fused_mlp, device)
 
     def double(model, *names):
@@ -228,14 +228,14 @@ def test_gradient_checkpointing(fused_mlp, device, ops, use_reentrant):
         each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
     assert_same(model, fused, inputs)
     assert ops.count("backward") == MLPS
-    assert ops.count("forward") == 3 * MLPS  # the first of two runs, the second, and that without autograd
+    assert ops.count("forward") == 3 * MLPS  # the checkpointed run, its recomputation, and the run without autograd
 
 
 # States of adapters.
 
 
 def test_states_of_several_adapters(fused_mlp, device, ops):
-    """Each is seen at the next call; where two are active at once the original runs."""
+    """Each change of adapters takes effect at the next call; if two are active at once, the original runs."""
     model, fused, inputs = pair(fused_mlp, device)
     both, second = (model, fused), {"r": 2, "target_modules": PROJECTIONS["Llama"], "init_lora_weights": False}
     for step, runs in (
@@ -261,7 +261,7 @@ def test_states_of_several_adapters(fused_mlp, device, ops):
 
 
 def test_disabled_while_merged(fused_mlp, device):
-    """PEFT takes a merged adapter out of the weights at the next call."""
+    """PEFT removes a merged, disabled adapter from the weights at the next call."""
     model, fused, inputs = pair(fused_mlp, device)
     alike(lambda model: model.merge_adapter(), model, fused)
     with model.disable_adapter(), fused.disable_adapter():
@@ -292,11 +292,11 @@ def test_dora_is_left(fused_mlp, device, ops):
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["plain", "autocast"])
 @kinds
 def test_dropout_of_kinds(fused_mlp, device, ops, kind, autocast):
-    """Adapters of float32: in autocast their dropouts draw in another dtype than the op computes in."""
+    """Dropouts of float32 adapters are right; in autocast they draw in another dtype than the op computes in."""
     model, fused, inputs = pair(fused_mlp, device, kind, lora_dropout=0.3)
     for each in (model, fused):
         each.train()
-        for module in each.modules():  # those of the model itself
+        for module in each.modules():  # the model's own dropouts
             if isinstance(module, nn.Dropout) and module.p < 0.3:
                 module.p = 0.0
     if autocast is None:
@@ -329,7 +329,7 @@ def test_the_order_of_dropouts(fused_mlp, device, ops):
 
 
 def test_dropout(fused_mlp, device, ops):
-    """In training it drops what the original does, on a CPU by PyTorch; outside of training there is none."""
+    """In training, the elements that the original drops are dropped, on a CPU by PyTorch; eval mode drops none."""
     model, fused, inputs = pair(fused_mlp, device, lora_dropout=0.3)
     alike(lambda model: model.train(), model, fused)
     assert_same(model, fused, inputs)
@@ -366,7 +366,7 @@ def test_hooks_are_called(fused_mlp, device, ops, part, hook):
         getattr(hooked, f"register_{hook}_hook")(functools.partial(see, key=id(each)))
     assert_same(model, fused, inputs)
     assert called[id(fused)] == called[id(model)] > 0
-    # Without autograd no hook of a backward is called.
+    # Without autograd, no backward hook is called.
     assert ops.count("forward") == 2 * (MLPS - 1) + (hook == "full_backward")
 
 
@@ -397,7 +397,7 @@ def test_other_weights_are_seen(fused_mlp, device, ops):
         assert ops.count("forward") == 2 * MLPS
 
 
-# Life of a model.
+# A model's life cycle.
 
 
 @kinds
@@ -435,7 +435,7 @@ def test_compiled(fused_mlp, device, ops, kind, training):
 
 
 def test_copies(fused_mlp, device, ops):
-    """A copy is fused; what was saved and loaded has its original methods, and can be fused again."""
+    """A copy stays fused; a saved and loaded model has its original methods and can be fused again."""
     model, fused, inputs = pair(fused_mlp, device, "ViT")
     copied, loaded = copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))
     assert_same(model, loaded, inputs)
@@ -460,7 +460,7 @@ def test_unloaded(fused_mlp, device, ops):
 
 
 def test_trainer(fused_mlp, device, ops, tmp_path):
-    """The losses of transformers.Trainer follow those of the model that is not fused."""
+    """The losses of transformers.Trainer follow those of the unfused model."""
     model, fused, inputs = pair(fused_mlp, device, lora_dropout=0.0)
     options = {"max_steps": 4, "per_device_train_batch_size": 4}
     expected, found = (
@@ -472,13 +472,13 @@ def test_trainer(fused_mlp, device, ops, tmp_path):
     assert ops.count("backward") == 4 * MLPS
 
 
-# Layers by themselves: on a CPU from 2^18 weights and 2^19 elements of x on.
+# Standalone layers, fused on a CPU from 2^18 weights and 2^19 elements of x on.
 
 WIDTH = 512
 
 
 class Attention(nn.Module):
-    """Two projections that are no MLP."""
+    """Two projections that are not an MLP."""
 
     def __init__(self):
         super().__init__()
@@ -489,7 +489,7 @@ class Attention(nn.Module):
 
 
 def layers_alone(fused_mlp, device, dtype=torch.float32, **options):
-    """An attention with adapters, a copy that is fused, and an input that is large enough."""
+    """An attention with adapters, its fused copy, the report, and a large enough input."""
     torch.manual_seed(1)
     options = {"r": 8, "target_modules": ["q_proj", "o_proj"], "init_lora_weights": False, **options}
     model = peft.get_peft_model(Attention().to(device, dtype), peft.LoraConfig(**options), autocast_adapter_dtype=False)
@@ -521,7 +521,7 @@ def test_layers_alone(fused_mlp, device, ops, training):
 
 
 def test_layers_alone_of_little(fused_mlp, device, ops):
-    """On a CPU the original runs on an input of few elements; on a GPU one op does."""
+    """Layers run as written on an input of few elements on a CPU, and as one op each on a GPU."""
     model, fused, _, x = layers_alone(fused_mlp, device)
     assert_close(fused(x[:, :5]), model(x[:, :5]))
     assert ops == ([] if device.type == "cpu" else ["forward"] * 2)
@@ -588,7 +588,7 @@ def test_explained_before_fusing(fused_mlp, device):
 
 @pytest.fixture
 def forms(fused_mlp):
-    """The reader of the class, with nothing remembered of it before and after."""
+    """The reader of the class, with its cache cleared before and after."""
     read = sys.modules[f"{fused_mlp.__name__}.models.parts.adapters"]
     read.known.cache_clear()
     yield read
@@ -596,7 +596,7 @@ def forms(fused_mlp):
 
 
 def small(kind=lora.Linear):
-    """An MLP whose layers have adapters, and are of a class."""
+    """An MLP whose layers have adapters and are of the given class."""
     config = peft.LoraConfig(r=2, target_modules=["fc1", "fc2"], init_lora_weights=False)
     module = peft.inject_adapter_in_model(config, Plain())
     for layer in layers_in(module):
@@ -634,7 +634,7 @@ METHODS = ["forward", "active_adapters", "_cast_input_dtype"]
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("method", METHODS)
 def test_patched_methods_are_left(fused_mlp, device, forms, ops, monkeypatch, method, when):
-    """Wrapped before the class is read for the first time, or after a model was fused; and taken again afterwards."""
+    """A method patched before the class is first read, or after fusing, is called, and no op runs."""
     called = []
 
     def patch():

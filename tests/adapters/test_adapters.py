@@ -25,14 +25,14 @@ DTYPES = {"cuda": (torch.bfloat16, torch.float16, torch.float32), "cpu": (torch.
 
 
 class Case:
-    """Operands of a function: which layers have adapters, biases and gradients is drawn by chance."""
+    """Operands of a function, with layers' adapters, biases and gradients drawn at random."""
 
     def __init__(self, device, seed, op=None, dtype=None, rows=None, drops=False):
         chance = random.Random(seed)
         torch.manual_seed(seed)
         self.op = op or chance.choice(OPERATIONS)
         self.activation = chance.choice(tuple(ACTIVATIONS))
-        if drops and self.activation == "relu":  # whose gradient steps where rounding changes a sign
+        if drops and self.activation == "relu":  # its gradient jumps where rounding changes a sign
             self.activation = "silu"
         self.dtype = dtype or chance.choice(DTYPES[device.type])
         self.memory = chance.choice(("activations", "recompute"))
@@ -68,7 +68,7 @@ class Case:
         return [tensor for tensor in found if tensor is not None]
 
     def copy(self, cast=None):
-        """The same values in tensors of their own, which require gradients as drawn."""
+        """Copies of all tensors, which require gradients as drawn."""
         copies = iter(
             (tensor if cast is None else tensor.to(cast)).detach().clone().requires_grad_(needs)
             for tensor, needs in zip(self.leaves(), self.needs)
@@ -92,7 +92,7 @@ class Case:
         return getattr(kernel, self.op)(*given, activation=self.activation, **memory, **adapters)
 
     def eager(self, x, layers):
-        """PEFT's formula: its result has the dtype of the layer's own product."""
+        """PEFT's formula, whose result has the dtype of the layer's own product."""
         torch.manual_seed(3)
         dtypes = {id(layer): own[2][0].dtype for layer, own in zip(layers, self.layers) if own[2]}
 
@@ -103,7 +103,7 @@ class Case:
                 return result
             a, b, scaling, lora_bias, dropout = adapter
             x = x.to(a.dtype)
-            if dropout > 0:  # what torch drops of a tensor does not depend on its values
+            if dropout > 0:  # torch's mask does not depend on the tensor's values
                 kept = F.dropout(torch.ones(x.shape, dtype=dtypes[id(layer)], device=x.device), dropout) != 0
                 x = x * kept / (1 - dropout)
             return (result + F.linear(F.linear(x, a), b, lora_bias) * scaling).to(result.dtype)
@@ -116,7 +116,7 @@ class Case:
 
 
 def results(compute, case, cast=None):
-    """The result, and the gradients of what requires one."""
+    """The result, and the gradients of all tensors that require one."""
     x, layers = case.copy(cast)
     out = compute(x, layers)
     if not out.requires_grad:
@@ -150,7 +150,7 @@ def test_values_and_gradients(fused_mlp, device, seed):
 
 @pytest.mark.parametrize("seed", range(100))
 def test_dropout(fused_mlp, device, seed):
-    """The same elements are dropped as by PyTorch, and as many random numbers are drawn."""
+    """Dropout drops the same elements as PyTorch and draws as many random numbers."""
     case = Case(device, seed, rows=(None, 300, 6000 if device.type == "cuda" else 300)[seed % 3], drops=True)
     assert_as_good(case, fused_mlp)
     following = []

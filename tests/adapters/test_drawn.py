@@ -1,4 +1,4 @@
-"""Dropouts in front of adapters whose numbers a kernel of this package draws, against torch's own."""
+"""Dropouts in front of adapters, drawn by a kernel of this package, against torch's own."""
 
 import sys
 
@@ -15,7 +15,7 @@ CASES = [  # rows, width, hidden values, rank, p
 
 @pytest.fixture(autouse=True)
 def draws(fused_mlp, device):
-    """Whether the kernel is known to draw as torch does here."""
+    """Skips the test unless the kernel is known to draw as torch does here."""
     if device.type != "cuda" or not sys.modules[f"{fused_mlp.__name__}.drawn"]._threads(device.index or 0):
         pytest.skip("torch draws")
 
@@ -28,7 +28,7 @@ def operands(device, dtype, rows, width, hidden, rank):
 
 
 def as_bits(kept):
-    """A mask as the op keeps it."""
+    """A mask packed into bits, as the op keeps it."""
     bits = kept.unflatten(-1, (-1, 32)).long() << torch.arange(32, device=kept.device)
     return bits.sum(-1).int().flatten(0, -2)
 
@@ -36,7 +36,7 @@ def as_bits(kept):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype, wide", [(torch.bfloat16, False), (torch.float16, True), (torch.float32, False)])
 def test_masks_are_those_of_torch(fused_mlp, device, case, dtype, wide):
-    """So are the numbers that follow, whichever of gate and up draws first."""
+    """The masks and the random numbers that follow are torch's, whichever of gate and up draws first."""
     adapters, drawn = (sys.modules[f"{fused_mlp.__name__}.{name}"] for name in ("adapters", "drawn"))
     *sizes, p = case
     x, weights, a, b = operands(device, dtype, *sizes)
@@ -56,7 +56,7 @@ def test_masks_are_those_of_torch(fused_mlp, device, case, dtype, wide):
 
 
 def test_torch_draws_in_a_graph(fused_mlp, device):
-    """A graph takes new numbers at each replay."""
+    """A captured graph draws new numbers at each replay."""
     x, weights, a, b = operands(device, torch.bfloat16, 4096, 128, 256, 8)
     adapter = fused_mlp.Adapter(a[0], b[0], dropout=0.5)
     compute = lambda: fused_mlp.linear(x, weights[0], adapter=adapter)  # noqa: E731

@@ -1,4 +1,4 @@
-"""The installed versions of the libraries whose classes are read by their source are known."""
+"""The installed versions of libraries whose classes are read by their source are known."""
 
 import importlib
 import importlib.metadata
@@ -8,7 +8,7 @@ from peft.tuners.lora import layer as lora
 from transformers.integrations import finegrained_fp8
 from transformers.integrations.compressed_tensors import CompressedTensorsFP8Linear
 
-# The module that reads a class, and the class; of peft's own, where they are.
+# The module that reads a class, and the class, or its path if it may be missing.
 READ = {
     "Linear of peft": ("parts.adapters", lora.Linear),
     "Linear4bit of peft": ("parts.adapters", "peft.tuners.lora.bnb.Linear4bit"),
@@ -31,7 +31,7 @@ def number(version):
 
 @pytest.mark.parametrize("name", READ)
 def test_the_installed_version_is_known(fused_mlp, name):
-    """Each form is known by the first version that has it, and the installed one is the last of those before it."""
+    """Each form is listed under the first version that has it; the installed one is the latest up to its version."""
     place, kind = READ[name]
     if isinstance(kind, str):
         home, _, attribute = kind.rpartition(".")

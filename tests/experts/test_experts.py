@@ -1,4 +1,4 @@
-"""experts_mlp: held to float64 formulas, with the error of an eager loop over the experts as the limit."""
+"""experts_mlp against float64 formulas, with the error of an eager loop over the experts as the limit."""
 
 import functools
 import itertools
@@ -31,7 +31,7 @@ def test_activations(fused_mlp, device, implementation, dtype):
 
 
 def test_the_gate_of_gpt_oss(fused_mlp, device, implementation):
-    """As its class computes it, of large values too."""
+    """The gate of GPT-OSS matches the formula of its class, for large values too."""
     form = {"interleaved": True, "transposed": True, **GPT_OSS}
     made = drawn(biases=True, device=device, **form)
     made["gate_up_bias"] *= 6
@@ -103,7 +103,7 @@ def test_strides(fused_mlp, device, implementation, layout, dtype):
 
 
 def test_experts_of_a_larger_stack(fused_mlp, device, implementation):
-    """As each process has them with expert parallelism: views, whose experts are a part of all."""
+    """Experts may be views into a larger stack, as each process has them with expert parallelism."""
     made = drawn(20, 4, 8, dtype=torch.bfloat16, device=device)
     part = made | {name: made[name][2:5] for name in ("gate_up_weight", "down_weight")}
     part["top_k_index"] = made["top_k_index"] - 2
@@ -206,7 +206,7 @@ def test_explained(fused_mlp, device):
 
 
 def test_any_call(fused_mlp, device, implementation):
-    """Cases that nobody thought of: everything drawn by chance."""
+    """Random combinations of operands and options give right results."""
     draw = random.Random(torch.randint(1 << 30, ()).item())
     for _ in range(12):
         form = draw.choice(list(forms()))

@@ -1,4 +1,4 @@
-"""Kernels of experts keep no more for the backward than torch does, of frozen and of trained weights."""
+"""Kernels of experts keep no more for the backward than torch does, with frozen and with trained weights."""
 
 import copy
 import sys
@@ -76,7 +76,7 @@ def test_what_is_kept(fused_mlp, device, kind, trained, routed):
 @hopper
 @pytest.mark.parametrize("trained", [(), WEIGHTS], ids=str)
 def test_few_tokens_are_left(fused_mlp, device, trained):
-    """An expert's rows hardly fill a block: the kernels would keep more than torch does."""
+    """With few tokens an expert's rows hardly fill a block, so the kernels, which would keep more, do not run."""
     module = made(Qwen3MoeExperts, device, trained)
     fused_mlp.fuse_mlps(module)
     x = torch.randn(16, 512, device=device).bfloat16().requires_grad_()

@@ -1,4 +1,4 @@
-"""experts_mlp by the compiled CUDA kernels, which take what lies in rows of 16 bytes, in two bytes a number."""
+"""experts_mlp by the compiled CUDA kernels, which take 16-bit dtypes in rows of whole 16 bytes."""
 
 import itertools
 import random
@@ -17,7 +17,7 @@ architecture = expert_calls.architecture
 
 
 def check_grouped(fused_mlp, architecture, made, activation="silu", **form):
-    """That the kernels, and not PyTorch, compute it; that they are right; and that the bits are the same again."""
+    """Checks that the kernels, not PyTorch, compute the result, that it is right, and that its bits repeat."""
     with fused_mlp.backend("cuda"):
         explained = fused_mlp.explain(fused_mlp.experts_mlp, **made, activation=activation, **form)
     assert {part.implementation for part in explained.parts} == {architecture}, explained
@@ -47,7 +47,7 @@ def test_grouped_forms(fused_mlp, device, architecture, dtype):
 
 
 GROUPED = [
-    # tokens, k, experts, (in, hidden, out): tiles of 8, 16 and 32 rows, one to eight CTAs to each
+    # tokens, k, experts, (in, hidden, out): tiles of 8, 16 and 32 rows, one to eight CTAs per tile
     (1, 1, 1, (8, 8, 8)),
     (1, 8, 16, (2048, 768, 2048)),
     (3, 2, 5, (72, 136, 200)),
@@ -59,7 +59,7 @@ GROUPED = [
     (128, 8, 64, (328, 200, 264)),
     (300, 2, 12, (200, 328, 72)),
     (512, 8, 128, (136, 72, 200)),
-    # rows searched for by a lane each, up to 32 of them, or sorted into blocks
+    # rows found by one lane each, up to 32 of them, or sorted into blocks
     (32, 1, 3, (72, 40, 104)),
     (33, 1, 3, (72, 40, 104)),
     (43, 3, 70, (1032, 264, 72)),
@@ -68,7 +68,7 @@ GROUPED = [
     (1, 3, 4, (72, 136, 200)),
     (1, 6, 9, (264, 520, 72)),
     (1, 9, 12, (264, 520, 72)),
-    # many tokens: tiles as high as they have to be, several to each CTA, tails of columns and of k
+    # many tokens: tiles as high as needed, several per CTA, tails of columns and of k
     (4096, 1, 7, (72, 40, 8)),
     (700, 2, 3, (520, 264, 136)),
     (2500, 4, 9, (264, 776, 1032)),
@@ -79,7 +79,7 @@ GROUPED = [
 
 @grouped
 def test_any_grouped_call(fused_mlp, device, architecture):
-    """All of it drawn by chance."""
+    """Random combinations of operands and options run on the kernels, with right results."""
     draw = random.Random(torch.randint(1 << 30, ()).item())
     for _ in range(12):
         form = draw.choice(list(forms()))
@@ -134,7 +134,7 @@ def test_grouped_routings(fused_mlp, device, architecture, tokens, k, experts, r
 @grouped
 @pytest.mark.parametrize("tokens", [20, 300])
 def test_grouped_operands(fused_mlp, device, architecture, tokens):
-    """The routing may have any dtype, and operands may be views of more."""
+    """The routing may have any dtype, and operands may be views of larger tensors."""
     made = drawn(tokens, 4, 8, (72, 40, 24), dtype=torch.bfloat16, device=device, biases=True)
     for dtype in (torch.int32, torch.int16, torch.int8):
         check_grouped(fused_mlp, architecture, made | {"top_k_index": made["top_k_index"].to(dtype)})
@@ -156,7 +156,7 @@ def test_grouped_operands(fused_mlp, device, architecture, tokens):
 
 @grouped
 def test_grouped_in_a_graph(fused_mlp, device, architecture):
-    """The shapes of the launches do not depend on the routing: a graph computes another one as well."""
+    """Launch shapes do not depend on the routing, so a captured graph is right for another routing."""
     for tokens in (1, 40, 1000):
         made = drawn(tokens, 4, 8, (136, 72, 264), dtype=torch.bfloat16, device=device)
         other = drawn(tokens, 4, 8, (136, 72, 264), dtype=torch.bfloat16, device=device)
@@ -173,14 +173,14 @@ def test_grouped_in_a_graph(fused_mlp, device, architecture):
 
 
 def same_rows(made):
-    """All features of an expert in one row of memory."""
+    """Gives all features of an expert the same row of memory."""
     first = made["gate_up_weight"]
     return made | {"gate_up_weight": first[:, :1].expand_as(first)}
 
 
 @hopper
 def test_what_the_grouped_kernels_do_not_take(fused_mlp, device):
-    """PyTorch computes it instead, forced or not, and the explanation says why."""
+    """PyTorch computes what the grouped kernels do not take, forced or not, and the explanation says why."""
     sizes = (72, 40, 24)
     for words, made, form in (
         ("float32", drawn(sizes=sizes, device=device), {}),
@@ -202,7 +202,7 @@ def test_what_the_grouped_kernels_do_not_take(fused_mlp, device):
 @hopper
 @pytest.mark.parametrize("tokens", [1, 1000])
 def test_what_is_chosen(fused_mlp, device, tokens):
-    """The compiled kernels; where they do not take the operands, Triton's for few tokens, or the parts."""
+    """The compiled kernels run if they take the operands; otherwise Triton's for few tokens, or the composed parts."""
     for form in ({}, {"transposed": True}):
         made = drawn(tokens, sizes=(64, 128, 24), dtype=torch.bfloat16, device=device, **form)
         with gemm_kernels.chosen(fused_mlp):
@@ -221,7 +221,7 @@ def test_what_is_chosen(fused_mlp, device, tokens):
 
 @hopper
 def test_grouped_compiled(fused_mlp, device):
-    """The compiled op is in the graph, for any number of tokens."""
+    """A compiled graph contains the compiled op, for any number of tokens."""
     torch.compiler.reset()
     compiled = torch.compile(
         lambda made: fused_mlp.experts_mlp(**made), fullgraph=True, dynamic=True, backend="aot_eager"

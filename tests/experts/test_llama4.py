@@ -1,4 +1,4 @@
-"""Llama 4's mixture, whose class multiplies all tokens by all experts: fused, the chosen ones alone compute."""
+"""Llama 4's mixture, whose class multiplies all tokens by all experts: fused, only the chosen experts compute."""
 
 import copy
 import sys
@@ -18,13 +18,13 @@ def module_of(fused_mlp):
 
 @pytest.fixture(autouse=True)
 def any_number_of_tokens(fused_mlp, monkeypatch, request):
-    """The time decides: here it does not."""
+    """Disables the rule on when routing pays in tests that do not set the number of tokens."""
     if "tokens" not in request.fixturenames:
         monkeypatch.setattr(module_of(fused_mlp), "_pays", lambda *_: True)
 
 
 def pair(fused_mlp, device, dtype=torch.float32, top_k=1, activation="silu"):
-    """A block, and a copy of it that is fused."""
+    """A block and its fused copy."""
     block = Llama4TextMoe(Llama4TextConfig(**SIZES, num_experts_per_tok=top_k, hidden_act=activation))
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
@@ -35,7 +35,7 @@ def pair(fused_mlp, device, dtype=torch.float32, top_k=1, activation="silu"):
 
 
 def chosen(fused_mlp):
-    """A watch on whether the chosen experts alone are computed."""
+    """Watches whether only the chosen experts compute."""
     module = module_of(fused_mlp)
     return unittest.mock.patch.object(module, "_routed", wraps=module._routed)
 
@@ -63,19 +63,19 @@ def test_result_and_gradients(fused_mlp, device, dtype, top_k, activation):
         with torch.no_grad():
             inferred, _ = fused.eval()(x)
     assert routed.call_count == 2
-    # Another order of rounding; of 16 bits no more than the block as it was written is off from float64.
+    # Rounding differs in order; errors against float64 are limited by those of the block as it was written.
     exact = [each.double() for each in computed(copy.deepcopy(block).double(), x.double())]
     as_written = computed(block)
     assert torch.equal(found[1], as_written[1])
     assert differ(inferred.double(), exact[0]) <= 2 * max(differ(as_written[0].double(), exact[0]), 1e-6)
     if dtype == torch.bfloat16 and top_k > 1:
-        return  # a token near a tie goes to another expert in float64
+        return  # in float64, a token near a tie goes to another expert
     for mine, theirs, wanted in zip(found, as_written, exact, strict=True):
         assert differ(mine.double(), wanted) <= 2 * max(differ(theirs.double(), wanted), 1e-6)
 
 
 def test_experts_that_nobody_chose(fused_mlp, device):
-    """Their weights have gradients of zeros, as those of the class have."""
+    """Experts that no token chose get gradients of zeros, as in the class itself."""
     block, fused = pair(fused_mlp, device)
     for module in (block, fused):
         with torch.no_grad():
@@ -88,7 +88,7 @@ def test_experts_that_nobody_chose(fused_mlp, device):
 
 
 def test_explained(fused_mlp, device):
-    """The block has an outcome, its experts have none of their own, and its shared expert is an MLP as others are."""
+    """The report has the block and its shared expert, an ordinary MLP, but no entry for its experts."""
     block, fused = pair(fused_mlp, device)
     report = fused_mlp.fuse_mlps(torch.nn.Sequential(block))
     found = {each.path: (each.extent, each.pattern) for each in report.modules}
@@ -142,7 +142,7 @@ def test_patched(fused_mlp, device, monkeypatch):
 @pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.parametrize("tokens", [1, 60, 2000])
 def test_what_pays(fused_mlp, device, tokens, trains):
-    """Few tokens are left where all experts take less time: on a CPU by what is left out, on a GPU in training."""
+    """Few tokens run as written if all experts take less time: on a CPU by the work saved, on a GPU in training."""
     _, fused = pair(fused_mlp, device, torch.float32 if device.type == "cpu" else torch.bfloat16)
     fused.train(trains)
     x = torch.randn(1, tokens, 64, device=device, dtype=fused.router.weight.dtype)

@@ -1,4 +1,4 @@
-"""Blocks of mixtures, router and experts with norm and residual, as one direct call: what it computes, and when."""
+"""Mixture blocks, router and experts with norm and residual, as one direct call: its results, and when it runs."""
 
 import copy
 import gc
@@ -21,7 +21,7 @@ MODELS = ["qwen3_moe", "mixtral", "olmoe", "qwen3_vl_moe_text"]
 
 
 class Calls:
-    """The compiled checks, which count what they compute."""
+    """The compiled checks, with a count of the calls that computed a result."""
 
     def __init__(self, plain):
         self.plain, self.made = plain, {"mixture": 0, "block_of": 0}
@@ -37,7 +37,7 @@ class Calls:
 
     def _counted(self, name, given):
         result = getattr(self.plain, name)(*given)
-        self.made[name] += type(result) is torch.Tensor  # and not a name of what has to be called first
+        self.made[name] += type(result) is torch.Tensor  # otherwise it names a part that has to be called first
         return result
 
 
@@ -56,7 +56,7 @@ def layer_of(model):
 
 
 def pair(fused_mlp, device, model_type="qwen3_moe", **options):
-    """The blocks of a model and of its fused copy, which is warm: it has computed some calls."""
+    """A model and its fused copy, warmed up by a few calls."""
     model = mixtures.build(model_type, num_hidden_layers=1, **options).to(device).eval()
     for parameter in model.parameters():
         if parameter.dim() == 2:
@@ -77,7 +77,7 @@ def bound(dtype):
 
 
 def dtypes(device):
-    # On a GPU there are no kernels for experts in float32, on a CPU none for routers in bfloat16.
+    # GPUs have no kernels for experts in float32, and CPUs none for routers in bfloat16.
     return [torch.float32] if device.type == "cpu" else [torch.bfloat16, torch.float16]
 
 
@@ -88,7 +88,7 @@ def dtype(device):
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_blocks(fused_mlp, device, calls, model_type):
-    """By itself, and of the layer with its norm and residual."""
+    """A block runs as one call, alone and with the norm and residual of its layer."""
     for dtype in dtypes(device):
         model, fused = pair(fused_mlp, device, model_type, dtype=dtype)
         plain, ours, before = layer_of(model), layer_of(fused), dict(calls.made)
@@ -104,7 +104,7 @@ def test_blocks(fused_mlp, device, calls, model_type):
 
 
 class SharedBlock(nn.Module):
-    """As DeepSeek-V3's block, of other parts."""
+    """A block in the form of DeepSeek-V3's, made of other parts."""
 
     def __init__(self, config):
         super().__init__()
@@ -131,7 +131,7 @@ def shared_block(device, dtype):
 
 
 def test_a_shared_expert(fused_mlp, device, dtype, calls):
-    """It is called once, with what it was called with, also where the block is not one call."""
+    """The shared expert is called once with the block's own input, even if the block does not run as one call."""
     plain = shared_block(device, dtype)
     fused, seen = copy.deepcopy(plain), []
     fused_mlp.fuse_mlps(fused)
@@ -173,7 +173,7 @@ def test_blocks_of_sigmoids(fused_mlp, device, calls, model_type):
 
 
 def test_strides(fused_mlp, device, dtype, calls):
-    """Inputs that are not dense are left, and right."""
+    """Inputs that are not dense run as written, with right results."""
     model, fused = pair(fused_mlp, device, dtype=dtype)
     before = calls.made["mixture"]
     x = torch.randn(2, 3, 64, device=device, dtype=dtype)
@@ -248,13 +248,13 @@ def test_what_changes_is_seen(fused_mlp, device, dtype, calls, change):
             change(layer_of(each))
         assert error(layer_of(fused).mlp(x), layer_of(model).mlp(x)) < bound(dtype)
         assert calls.made["mixture"] == before + 1
-        for _ in range(3):  # a miss that lasts is looked at again
+        for _ in range(3):  # a lasting miss is checked again
             assert error(layer_of(fused).mlp(x), layer_of(model).mlp(x)) < bound(dtype)
 
 
 @pytest.mark.parametrize("part", ["mlp", "post_attention_layernorm", "mlp.gate"])
 def test_hooks_within_a_layer(fused_mlp, device, dtype, calls, part):
-    """They see what they saw: the layer calls its modules again."""
+    """Hooks within a layer see the same inputs as before, as the layer calls its modules again."""
     model, fused = pair(fused_mlp, device, dtype=dtype)
     ids, seen = torch.randint(90, (2, 7), device=device), ([], [])
     with torch.no_grad():
@@ -286,7 +286,7 @@ def test_weights_are_read_at_each_call(fused_mlp, device, dtype, calls):
 
 
 def test_what_is_left(fused_mlp, device, dtype, calls, monkeypatch):
-    """A block that autograd records, autocast, transforms, patches, another dtype, and inputs of another shape."""
+    """A block runs as written under autograd, autocast and patches, in another dtype and on another shape of input."""
     model, fused = pair(fused_mlp, device, dtype=dtype)
     plain, ours, before = layer_of(model).mlp, layer_of(fused).mlp, calls.made["mixture"]
     x = torch.randn(2, 5, 32, device=device, dtype=dtype)
@@ -318,7 +318,7 @@ def test_what_is_left(fused_mlp, device, dtype, calls, monkeypatch):
 
 
 def test_copies_and_restoring(fused_mlp, device, dtype, calls):
-    """A copy has a record of its own, and what is restored runs as it was."""
+    """A copy has its own record, and a restored copy runs as written."""
     model, fused = pair(fused_mlp, device, dtype=dtype)
     x = torch.randn(2, 5, 32, device=device, dtype=dtype)
     records = sys.modules[f"{fused_mlp.__name__}.models.experts.blocks"]._records
@@ -351,7 +351,7 @@ def test_no_weights_are_held(fused_mlp, device, dtype, calls):
 
 
 def test_a_shared_part_that_does_not_fit(fused_mlp, device, dtype, calls):
-    """A residual of another dtype: the block's own code casts the sum."""
+    """If the shared expert returns another dtype, the block's own code casts the sum."""
     plain = shared_block(device, dtype)
     plain.shared_experts.register_forward_hook(lambda module, given, out: out.double())
     fused = copy.deepcopy(plain)

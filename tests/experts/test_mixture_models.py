@@ -1,4 +1,4 @@
-"""fuse_mlps and register_experts on models with mixtures of experts, of many types of transformers."""
+"""fuse_mlps and register_experts on mixture-of-experts models of many types in transformers."""
 
 import copy
 
@@ -10,13 +10,13 @@ import mixtures
 
 IDS = torch.tensor([[5, 17, 41, 8, 93, 22, 60], [71, 3, 29, 88, 14, 50, 9]])
 
-# float32: some 1e-7 of rounding a product. A group of experts left out is off by 0.1.
+# float32: products round by some 1e-7. Leaving out a group of experts gives an error of 0.1.
 BOUND = 1e-5
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """A call so small is sooner done by one."""
+    """Runs on one thread, which is faster for calls so small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -37,13 +37,13 @@ def tokens(model, ids):
 
 
 def states(fused_mlp, model):
-    """The way that the groups of experts of a model run, as explain has it."""
+    """The implementation that explain names for each group of experts of a model."""
     return [fused_mlp.explain(module).implementation for module in mixtures.groups(model).values()]
 
 
 @pytest.mark.parametrize("model_type", mixtures.MODELS)
 def test_models(fused_mlp, device, model_type):
-    """Logits and greedy tokens, in the place of the class's own loop and, on a CPU, of the products of groups."""
+    """Logits and greedy tokens are right if fusing replaces the class's loop and, on a CPU, grouped products."""
     model, ids = mixtures.build(model_type).to(device), IDS.to(device)
     fused = copy.deepcopy(model)
     report = fused_mlp.fuse_mlps(fused)
@@ -64,7 +64,7 @@ def test_models(fused_mlp, device, model_type):
 
 @pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss", "deepseek_v3", "muse_spark_text"])
 def test_in_bfloat16(fused_mlp, device, model_type):
-    """As near to the model in float32 as the unfused one is, give or take half: a rounding is 4e-3."""
+    """In bfloat16 the error against float32 is at most 1.5 times the unfused one plus one rounding, 4e-3."""
     model, ids = mixtures.build(model_type, torch.bfloat16).to(device), IDS.to(device)
     exact, fused = copy.deepcopy(model).float(), copy.deepcopy(model)
     for each in (exact, model, fused):
@@ -77,7 +77,7 @@ def test_in_bfloat16(fused_mlp, device, model_type):
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "nemotron_h"])
 def test_training(fused_mlp, device, model_type):
-    """The gradients of all parameters, with those of the routers, in training mode."""
+    """In training mode the gradients of all parameters, those of the routers included, are right."""
     model, ids = mixtures.build(model_type).to(device).train(), IDS.to(device)
     fused = copy.deepcopy(model)
     fused_mlp.fuse_mlps(fused)
@@ -93,7 +93,7 @@ def test_training(fused_mlp, device, model_type):
 
 
 def test_registered(fused_mlp, device):
-    """The name works with from_pretrained's argument, and with set_experts_implementation."""
+    """The registered name works in from_pretrained's argument and in set_experts_implementation."""
     fused_mlp.register_experts()
     model, ids = mixtures.build("qwen3_moe").to(device), IDS.to(device)
     fused = mixtures.build("qwen3_moe", experts_implementation="fused_mlp").to(device)
@@ -113,7 +113,7 @@ WAYS = ["eager", "grouped_mm", "batched_mm", "fused_mlp"]
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_equal_choices(fused_mlp, device, model_type, way):
-    """Routers that begin at zero, as in a model made of a dense one: the experts that torch.topk takes."""
+    """Routers that start at zero, as in a model made from a dense one, choose the experts that torch.topk chooses."""
     fused_mlp.register_experts()
     model, ids = mixtures.build(model_type).to(device), IDS.to(device)
     routers = [part for name, part in model.named_modules() if name.endswith(("mlp.gate", "mlp.router"))]
@@ -128,7 +128,7 @@ def test_equal_choices(fused_mlp, device, model_type, way):
 
 
 def result(module, *given):
-    """The result of a call; the type of an error that it raises."""
+    """The result of a call, or the type of the error that it raises."""
     try:
         return module(*given)
     except Exception as raised:
@@ -140,8 +140,8 @@ def result(module, *given):
 @pytest.mark.parametrize("way", ["eager", "grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_an_index_that_no_expert_has(fused_mlp, model_type, way, recorded):
-    """It is skipped, or raises, as the unfused way does, whatever calls were before. What products of groups compute of
-    it, where they raise nothing, is memory that nobody has written."""
+    """An index without an expert is skipped or raises, as unfused, whatever calls came before. For grouped products
+    that raise nothing, its result is uninitialised memory."""
     model = mixtures.build(model_type)
     model.set_experts_implementation(way)
     fused = copy.deepcopy(model)
@@ -152,7 +152,7 @@ def test_an_index_that_no_expert_has(fused_mlp, model_type, way, recorded):
         for wrong in (experts, experts + 3, -1, -experts, -experts - 2):
             x, weights = torch.randn(tokens, mixtures.SIZES["hidden_size"]), torch.rand(tokens, 2)
             index = torch.randint(0, experts, (tokens, 2))
-            for _ in range(2):  # from the first on, what a call rests on is settled
+            for _ in range(2):  # the first call settles what later ones rely on
                 assert error(result(fused, x, index, weights), result(plain, x, index, weights)) < BOUND
             index[2, 1] = wrong
             got, expected = result(fused, x, index, weights), result(plain, x, index, weights)

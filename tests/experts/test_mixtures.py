@@ -1,4 +1,4 @@
-"""Groups of experts: what is understood of a class, the function registered with transformers, and what is left."""
+"""Groups of experts: how classes are read, the function registered with transformers, and groups left unfused."""
 
 import copy
 import itertools
@@ -33,7 +33,7 @@ def weights_of(module, gated, transposed):
 
 
 class Base(nn.Module):
-    """Weights as the interface has them, and a loop over the experts as it is written in transformers."""
+    """Weights as the interface has them, and a loop over the experts as transformers writes it."""
 
     def __init__(self, config, gated=True, biased=False, transposed=False, act="silu"):
         super().__init__()
@@ -118,7 +118,7 @@ class Norm(nn.Module):
 
 
 def made(kind, *args, implementation="eager", flags=(), **options):
-    """A module of a class with the interface."""
+    """A module whose class is decorated with the interface."""
     decorated = use_experts_implementation(type(kind.__name__, (kind,), {}), **dict(flags))
     config = Config(implementation)
     module = decorated(config, *args, **options)
@@ -134,7 +134,7 @@ def routed(device="cpu", dtype=torch.float32, experts=EXPERTS):
 
 
 def run(module, given, implementation):
-    """The result of a module by an implementation, and the gradients."""
+    """A module's results with and without autograd by an implementation, and the gradients."""
     module.config._experts_implementation = implementation
     x, index, weights = given
     x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
@@ -147,8 +147,8 @@ def run(module, given, implementation):
 
 
 def assert_alike(got, expected):
-    """As compared with the largest value: four products of up to 24 terms, added in another order, differ by some 1e-6
-    of that, also where their terms cancel."""
+    """The tolerance is relative to the largest value: four products of up to 24 terms, added in another order, differ
+    by some 1e-6 of it, even if terms cancel."""
     assert_close(got, expected, tolerance=1e-5)
 
 
@@ -167,11 +167,11 @@ combinations = [flags for flags in combinations if flags["has_gate"] or flags["i
 @pytest.mark.parametrize("flags", combinations, ids=lambda flags: " ".join(name for name, on in flags.items() if on))
 @pytest.mark.parametrize("parallel", [False, True], ids=["", "expert parallel"])
 def test_flags(fused_mlp, device, registered, flags, parallel):
-    """Forward and backward of the registered function, of every way in which weights may lie."""
+    """The registered function gives right results and gradients for every layout of weights."""
     kind = Base if flags["is_concatenated"] else Interleaved
     module = made(kind, flags["has_gate"], flags["has_bias"], flags["is_transposed"], flags=flags).to(device)
     x, index, weights = routed(device, experts=EXPERTS + 4 * parallel)
-    if parallel:  # as transformers' router has it: indices of other processes are the number of experts, weights zero
+    if parallel:  # as in transformers' router: indices of other processes are the number of experts, weights zero
         module._is_expert_parallel = True
         weights = weights.masked_fill(index >= EXPERTS, 0.0)
         index = index.clamp(max=EXPERTS)
@@ -196,7 +196,7 @@ GATES = [
 
 @pytest.mark.parametrize(("kind", "options"), GATES, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_gates(fused_mlp, device, registered, kind, options):
-    """Gates are told by what they compute."""
+    """A gate is recognised by what it computes."""
     module, given = made(kind, **options).to(device), routed(device)
     expected = run(module, given, "batched_mm")
     assert_alike(run(module, given, "fused_mlp"), expected)
@@ -209,7 +209,7 @@ def test_gates(fused_mlp, device, registered, kind, options):
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_gates_that_are_not_known(fused_mlp, device, registered, kind, options):
-    """They run as they are written, whichever way they are fused, and explain says so."""
+    """Unrecognised gates run as written, whichever way they are fused, and explain says so."""
     module, given = made(kind, **options).to(device), routed(device)
     expected = run(module, given, "batched_mm")
     calls = Counting.calls
@@ -233,7 +233,7 @@ def test_a_limit_that_changes(fused_mlp, device):
         assert_alike(run(fused, given, "batched_mm"), run(module, given, "batched_mm"))
 
 
-# Ways that transformers is set to.
+# Implementations set in transformers.
 
 
 class OtherLoop(Base):
@@ -270,7 +270,7 @@ def reason(fused_mlp, module):
 
 
 def test_a_loop_that_computes_something_else(fused_mlp, device, capsys):
-    """It is left; the ways of transformers, which go by the flags of the class, are not."""
+    """An unrecognised loop is left; transformers' implementations, which follow the flags of the class, are not."""
     for kind, why in ((OtherLoop, "not a plain sum of products"), (Printing, "print('run') (line ")):
         module, given = made(kind).to(device), routed(device)
         fused = copy.deepcopy(module)
@@ -293,7 +293,7 @@ def test_a_loop_in_float32(fused_mlp, device):
 
 
 def test_functions_of_others(fused_mlp, device, monkeypatch):
-    """Somebody's function under a name of its own, or under one of transformers'."""
+    """A user's function runs under a name of its own, or under one of transformers' names."""
     module, (x, *routing) = made(Base).to(device), routed(device)
     fused_mlp.fuse_mlps(module)
     monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "mine", lambda module, x, *_: x + 1)
@@ -305,7 +305,7 @@ def test_functions_of_others(fused_mlp, device, monkeypatch):
 
 
 def test_on_another_device(fused_mlp):
-    """Without a kernel, the products of groups stay, and a class's own loop does not."""
+    """On a device without a kernel, grouped products stay, but the class's own loop is replaced."""
     module = made(Base, implementation="grouped_mm").to("meta")
     (entry,) = fused_mlp.fuse_mlps(module).modules
     assert entry.reason == "runs unfused: grouped_mm in torch.float32 on meta, which no kernel supports"
@@ -314,7 +314,7 @@ def test_on_another_device(fused_mlp):
 
 
 def test_without_transformers():
-    """The package can be imported without; register_experts says what is missing."""
+    """The package imports without transformers, and register_experts says what is missing."""
     code = (
         "import sys; sys.modules['transformers'] = None\n"
         "import os, kernels, project\n"
@@ -338,7 +338,7 @@ def test_without_transformers():
 
 
 class Loop(nn.Module):
-    """Names of its own, the transposed layout, an inner function of torch."""
+    """A loop with names of its own, the transposed layout and an activation function of torch."""
 
     scale = 1.0
 
@@ -370,7 +370,7 @@ class Keeping(Loop):
 
 
 def test_loops_of_other_classes(fused_mlp, device):
-    """Their computation is read; what is not the known sum is left as it is."""
+    """Loops of other classes are fused if they compute the known sum, and left otherwise."""
     experts = "experts" if device.type == "cuda" else "experts in inference"
     for kind, pattern in ((Loop, experts), (Scaled, None), (Keeping, None)):
         torch.manual_seed(0)
@@ -387,7 +387,7 @@ def test_loops_of_other_classes(fused_mlp, device):
 @pytest.mark.skipif(machine.device_type() != "cpu", reason="a rule for CPUs")
 @pytest.mark.parametrize("way", ["eager", "grouped_mm"])
 def test_what_trains_on_a_cpu(fused_mlp, monkeypatch, way):
-    """Nothing of the package: its parts keep more for the backward than a loop or transformers' products do."""
+    """CPU training runs no composed experts: they keep more for the backward than a loop or transformers' products."""
     module = made(Base, implementation=way)
     fused = copy.deepcopy(module)
     (entry,) = fused_mlp.fuse_mlps(fused).fused
@@ -401,7 +401,7 @@ def test_what_trains_on_a_cpu(fused_mlp, monkeypatch, way):
 
 
 def bytes_kept(module, given):
-    """The tensors that autograd keeps of a call, beside parameters."""
+    """The bytes that autograd saves for a call, without parameters, and the result."""
     kept = {}
 
     def keep(tensor):
@@ -418,7 +418,7 @@ def bytes_kept(module, given):
 @pytest.mark.parametrize("way", ["eager", "grouped_mm", "fused_mlp"])
 @pytest.mark.parametrize("trained", [(), ("gate_up_proj",), ("down_proj",), ("gate_up_proj", "down_proj")])
 def test_memory_of_training(fused_mlp, device, registered, way, trained):
-    """No more than the unfused way keeps (grouped_mm, for the package's own), whatever is trained."""
+    """Training keeps no more than the unfused way (grouped_mm, for the package's own), whatever is trained."""
     module = made(Base).to(device)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name in trained)

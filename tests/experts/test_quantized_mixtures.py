@@ -1,7 +1,7 @@
-"""Models whose experts are transformers' FP8Experts, fused and not.
+"""Models whose experts are transformers' FP8Experts, fused and unfused.
 
-Their own products are kernels from the Hub. Here a function stands in their place, which multiplies by the decoded
-weights and counts how often it is called. On a CPU the compiled ops are forced, or asked for by name.
+Their own products are kernels from the Hub, replaced here by a function that multiplies by the decoded weights and
+counts its calls. On a CPU the compiled ops are forced, or requested by name.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ EXPERTS, CHOSEN, WIDTH, HIDDEN = 4, 2, 128, 192
 
 @pytest.fixture
 def own(monkeypatch):
-    """The products that modules make in their own way."""
+    """Records the calls of the modules' own products."""
     called = []
 
     def grouped(rows, weight, scales, offsets, tokens_per_expert, block_size):
@@ -42,7 +42,7 @@ def own(monkeypatch):
 
 
 def experts(implementation="grouped_mm", device="cpu", **changed):
-    """A module of experts as the quantiser of transformers makes it."""
+    """A module of experts as transformers' quantiser makes it."""
     config = transformers.Qwen3MoeConfig(
         hidden_size=WIDTH, moe_intermediate_size=HIDDEN, num_experts=EXPERTS, num_experts_per_tok=CHOSEN
     )
@@ -111,7 +111,7 @@ def test_weights_are_read_at_each_call(fused_mlp, device, own):
 
 
 def test_what_is_left(fused_mlp, device, own, monkeypatch):
-    """Code that is not understood, or changed since, runs as it was written."""
+    """Experts whose code or state is not understood, or has changed since, run as written."""
     operands = given(device)
     with torch.no_grad(), taken(fused_mlp):
         model = holder(experts(device=device))
@@ -141,7 +141,7 @@ def test_what_is_left(fused_mlp, device, own, monkeypatch):
 
 
 def test_registered(fused_mlp, device, own):
-    """By name, with no call of fuse_mlps; on a CPU too, where there are no products of FP8."""
+    """The registered name needs no call of fuse_mlps, on a CPU too, which has no FP8 products."""
     fused_mlp.register_experts()
     module, operands = experts(device=device), given(device)
     with torch.no_grad():
@@ -154,7 +154,7 @@ def test_registered(fused_mlp, device, own):
 
 
 def test_training_runs_as_written(fused_mlp, device, own):
-    """Adapters elsewhere train through frozen experts: their own products have the gradient of x."""
+    """Frozen experts run their own products in training, which pass the gradient of x to adapters elsewhere."""
     model, operands = holder(experts(device=device)), given(device)
     with taken(fused_mlp):
         fused_mlp.fuse_mlps(model)

@@ -32,7 +32,7 @@ def pair(fused_mlp, device, model_type="qwen3_moe", **options):
 
 
 def taken(fused_mlp, monkeypatch):
-    """The calls of the op from now on."""
+    """Records the calls of the op from now on."""
     module, calls = sys.modules[f"{fused_mlp.__name__}.models.experts.routers"], []
     op = module.native.top_k_router
     monkeypatch.setattr(module.native, "top_k_router", lambda *given: calls.append(given) or op(*given))
@@ -56,13 +56,13 @@ def test_routers(fused_mlp, device, monkeypatch, model_type, normalized):
         for rows in (1, 7, 300):
             x = torch.randn(rows, 32, device=device)
             assert_same(fused(x), plain(x))
-        x = torch.randn(2, 3, 64, device=device)[..., ::2]  # with more dimensions, and strided
+        x = torch.randn(2, 3, 64, device=device)[..., ::2]  # three-dimensional and strided
         assert_same(fused(x), plain(x))
     assert len(calls) == 4
 
 
 def test_what_trains_is_asked_nothing(fused_mlp, device, monkeypatch):
-    """Autograd does not follow the op: the class's forward runs at once, or what its class is patched with."""
+    """The op has no autograd, so under autograd the class's forward runs at once, patched or not."""
     plain, fused = pair(fused_mlp, device)
     x, module = torch.randn(5, 32, device=device), sys.modules[f"{fused_mlp.__name__}.models.experts.routers"]
     monkeypatch.setattr(module, "_routed", None)
@@ -75,7 +75,7 @@ def test_what_trains_is_asked_nothing(fused_mlp, device, monkeypatch):
 
 @pytest.mark.parametrize("experts", [8, 33, 128, 160, 512])
 def test_sizes(fused_mlp, device, experts):
-    """On a GPU in bfloat16 too, where many logits are equal, and torch chooses the first of them as well."""
+    """The op chooses torch's experts; in bfloat16, on a GPU too, both take the first of many equal logits."""
     plain, fused = pair(fused_mlp, device)
     top_k = 8
     for router in (plain, fused):
@@ -93,7 +93,7 @@ def test_sizes(fused_mlp, device, experts):
 @pytest.mark.parametrize(("experts", "top_k"), [(6, 2), (8, 8), (64, 8), (128, 2), (512, 8)])
 @pytest.mark.parametrize("alike", ["all", "some", "pairs", "nearly", "no numbers"])
 def test_equal_probabilities(fused_mlp, device, experts, top_k, alike):
-    """The experts that torch chooses; on a CPU in its order too."""
+    """The op chooses torch's experts among equal probabilities, on a CPU in torch's order too."""
     plain, fused = pair(fused_mlp, device)
     weight = torch.randn(experts, 32, device=device)
     if alike == "all":
@@ -114,12 +114,12 @@ def test_equal_probabilities(fused_mlp, device, experts, top_k, alike):
     torch.testing.assert_close(got[1], expected[1], rtol=1e-5, atol=1e-7, equal_nan=True)
     if device.type == "cpu":
         assert torch.equal(got[2], expected[2])
-    elif alike != "nearly":  # where the last digit of an exponential decides
+    elif alike != "nearly":  # there the last digit of an exponential decides
         assert torch.equal(*(found[2].sort(-1).values for found in (got, expected)))
 
 
 def test_what_is_left(fused_mlp, device, monkeypatch):
-    """The forward as it was written: what autograd records, autocast, transforms, patches, another dtype."""
+    """A router runs as written under autograd, autocast, transforms and patches, and in another dtype."""
     plain, fused = pair(fused_mlp, device)
     calls, x = taken(fused_mlp, monkeypatch), torch.randn(5, 32, device=device)
     gradients = []
@@ -160,7 +160,7 @@ def test_hooks_and_compilation(fused_mlp, device, monkeypatch):
 
 
 def test_a_patched_softmax_is_compiled(fused_mlp, device, monkeypatch):
-    """Before torch.compile has seen the router, or after."""
+    """A compiled router follows a softmax that is patched after torch.compile saw it."""
     plain, fused = pair(fused_mlp, device)
     x = torch.randn(5, 32, device=device)
     torch.compiler.reset()
@@ -176,7 +176,7 @@ SIGMOIDS = ["deepseek_v3", "glm4_moe", "nemotron_h", "dots1", "exaone_moe"]
 
 @pytest.mark.parametrize("model_type", SIGMOIDS)
 def test_sigmoids_are_read(fused_mlp, model_type):
-    """The names of what the code of the class looks up, and not another form."""
+    """Reading a sigmoid router gives the names that the code of its class looks up."""
     model = mixtures.build(model_type)
     router = next(module for module in model.modules() if type(module).__name__.endswith("TopkRouter"))
     module = sys.modules[f"{fused_mlp.__name__}.models.experts.routers"]
@@ -186,7 +186,7 @@ def test_sigmoids_are_read(fused_mlp, model_type):
 
 
 def other_forms():
-    """Forwards like DeepSeek's, but for one place each."""
+    """DeepSeek's forward with a single place changed in each."""
     source = textwrap.dedent(inspect.getsource(DeepseekV3TopkRouter.forward).partition(":\n")[2])
     for old, new in (
         (".sigmoid()", ".tanh()"),
@@ -227,7 +227,7 @@ def test_another_form_is_not_taken(fused_mlp, source):
     ],
 )
 def test_sigmoids(fused_mlp, device, monkeypatch, dtype, experts, top_k, groups, top_groups, width):
-    """The weights and experts of the class's own forward, in float64."""
+    """The op's weights match float64, and its experts those of the class's own forward."""
     config = mixtures.build("deepseek_v3").config
     for name, value in (("num_local_experts", experts), ("num_experts_per_tok", top_k), ("hidden_size", width)):
         setattr(config, name, value)
@@ -251,7 +251,7 @@ def test_sigmoids(fused_mlp, device, monkeypatch, dtype, experts, top_k, groups,
         shares = scores.gather(1, index)
         shares = shares / shares.sum(-1, keepdim=True) * 2.5
         torch.testing.assert_close(weights.double(), shares, rtol=1e-5, atol=1e-6)
-        # If two scores are within rounding of each other, either is right.
+        # If two scores are within rounding of each other, either choice is right.
         differ = (index.sort(-1).values != expected[2].sort(-1).values).any(-1)
         assert differ.sum() <= tokens // 50
     assert len(calls) == 5
@@ -259,7 +259,7 @@ def test_sigmoids(fused_mlp, device, monkeypatch, dtype, experts, top_k, groups,
 
 @pytest.mark.skipif(machine.device_type() != "cuda", reason="there are kernels on GPUs alone")
 def test_sigmoids_that_are_equal(fused_mlp, device):
-    """The first of equal experts and groups, as torch.topk takes them; NaN before numbers."""
+    """The op takes the first of equal experts and groups, as torch.topk does, and NaN before numbers."""
     op = sys.modules[f"{fused_mlp.__name__}.backends.native"].sigmoid_router
     x, weight = torch.randn(5, 64, device=device), torch.zeros(16, 64, device=device)
     bias = torch.zeros(16, device=device)

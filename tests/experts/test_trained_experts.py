@@ -1,4 +1,4 @@
-"""Training of experts: by kernels, and calls that are not one op."""
+"""Training of experts by kernels and by calls that are not one op."""
 
 import functools
 import gc
@@ -33,7 +33,7 @@ from expert_calls import (
 from reference import ACTIVATIONS, FORMULAS, assert_no_worse_than_eager
 
 architecture = expert_calls.architecture
-# Experts that train by kernels: features of any multiples of 8
+# Experts that the kernels train: features are any multiples of 8
 TRAINED = [
     (1, 1, 1, (128, 64)),
     (7, 3, 4, (128, 128)),
@@ -47,12 +47,12 @@ TRAINED = [
     (260, 4, 130, (136, 72)),
     (200, 3, 4, (1000, 88)),
 ]
-# Those that zeros fill up
+# Experts that are padded with zeros
 FILLED = [(300, 3, 5, (203, 129)), (40, 2, 3, (8, 12)), (70, 2, 3, (33, 64)), (5, 1, 2, (3, 5))]
 
 
 def check_trained(fused_mlp, made, activation="silu", calls=2, **form):
-    """That the kernels compute the gradients, no worse than eager operations, and the same bits again."""
+    """Checks that the kernels compute the gradients, no worse than eager operations, and that their bits repeat."""
     dtype, out = made["x"].dtype, made["down_weight"].shape[2 if form.get("transposed") else 1]
     grad = torch.randn(made["x"].shape[0], out, device=made["x"].device).to(dtype)
     ours = functools.partial(fused_mlp.experts_mlp, activation=activation, **form)
@@ -80,7 +80,7 @@ def check_trained(fused_mlp, made, activation="silu", calls=2, **form):
 def test_trained_shapes(fused_mlp, device, architecture, tokens, k, experts, sizes, dtype):
     made = drawn(tokens, k, experts, (*sizes, sizes[0]), dtype=dtype, device=device)
     made["top_k_weights"] = made["top_k_weights"].nan_to_num(0.3)
-    made["top_k_index"][0, 0] = 0  # or the loop has no gradient
+    made["top_k_index"][0, 0] = 0  # otherwise the loop has no gradient
     if tokens == 300:
         made["top_k_weights"] = made["top_k_weights"].to(dtype)
     check_trained(fused_mlp, made)
@@ -93,7 +93,7 @@ def test_trained_shapes(fused_mlp, device, architecture, tokens, k, experts, siz
 @pytest.mark.parametrize("biases", [False, True], ids=["without biases", "with biases"])
 @pytest.mark.parametrize("form", list(forms()), ids=str)
 def test_trained_forms(fused_mlp, device, architecture, form, biases, dtype):
-    """With limits, sums of the first layer are multiples of 1/16, which nobody rounds across a limit."""
+    """All forms train right; with limits, first-layer sums are multiples of 1/16, so no rounding crosses a limit."""
     shapes = (1, 1, 1, (128, 128)), (300, 3, 5, (192, 448)), (130, 2, 130, (320, 192)), (150, 2, 3, (72, 40))
     for tokens, k, experts, sizes in shapes:
         made = drawn(tokens, k, experts, (*sizes, sizes[0]), dtype=dtype, device=device, biases=biases, **form)
@@ -120,7 +120,7 @@ def test_trained_by_copies(fused_mlp, device, tokens, k, experts, sizes, form):
 
 @hopper
 def test_gpt_oss_trained(fused_mlp, device):
-    """Its experts, at its width and in its dtype, of values at which the limits hold."""
+    """GPT-OSS's experts train right at their width and in their dtype, with values at which the limits apply."""
     made = drawn(200, 4, 6, (2880, 2880, 2880), dtype=torch.bfloat16, device=device, biases=True, **OF_GPT_OSS)
     made["top_k_weights"] = made["top_k_weights"].nan_to_num(0.3)
     made["gate_up_bias"] *= 6
@@ -129,14 +129,14 @@ def test_gpt_oss_trained(fused_mlp, device):
 
 @hopper
 def test_memory_of_trained_forms(fused_mlp, device):
-    """No more is kept, and no more is held at the peak, than of the composition."""
+    """The kernels keep no more and peak no higher than the composed experts."""
     made = drawn(2048, 4, 8, (512, 1024, 512), dtype=torch.bfloat16, device=device, biases=True, **OF_GPT_OSS)
     made["top_k_weights"] = made["top_k_weights"].nan_to_num(0.3)
     leaves = {name: value.requires_grad_(value.is_floating_point()) for name, value in made.items()}
     compute = functools.partial(fused_mlp.experts_mlp, activation="quick_gelu", **leaves, **OF_GPT_OSS)
 
     def held():
-        gc.collect()  # what other tests have left must not be freed in between
+        gc.collect()  # so that nothing left by other tests is freed in between
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -156,7 +156,7 @@ def test_memory_of_trained_forms(fused_mlp, device):
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("form", [{}, OF_GPT_OSS], ids=["plain", "gpt-oss"])
 def test_trained_compiled(fused_mlp, device, form, dynamic):
-    """One graph each way, by the same ops: the same bits as without."""
+    """torch.compile makes one graph each way of the same ops, with the same bits."""
     torch._dynamo.reset()
     compute = torch.compile(functools.partial(fused_mlp.experts_mlp, **form), fullgraph=True, dynamic=dynamic)
     for tokens in (60, 100) if dynamic else (60,):
@@ -180,7 +180,7 @@ def test_trained_activations(fused_mlp, device, architecture, activation):
 @grouped
 @pytest.mark.parametrize("form", [{}, OF_GPT_OSS], ids=["plain", "gpt-oss"])
 def test_trained_beside_what_is_not_finite(fused_mlp, device, architecture, form):
-    """What an expert has that nobody chose is not read, where a step of the sums ends within its neighbour."""
+    """NaN weights of an unchosen expert are not read, even if a step of the sums ends within its neighbour."""
     made = drawn(200, 2, 5, (136, 72, 136), dtype=torch.bfloat16, device=device, biases=bool(form), **form)
     made["top_k_index"] = torch.where(made["top_k_index"] == 2, 1, made["top_k_index"])
     made["top_k_weights"] = made["top_k_weights"].nan_to_num(0.3)
@@ -215,7 +215,7 @@ def test_trained_routings(fused_mlp, device, architecture, routing):
 @hopper
 @pytest.mark.parametrize("form", [{}, OF_GPT_OSS], ids=["plain", "gpt-oss"])
 def test_trained_in_part(fused_mlp, device, form):
-    """A gradient that is not asked for is not computed, and the others are the same."""
+    """A gradient that is not requested is not computed, and the others are the same."""
     hidden = 128 if form else 64
     made = drawn(200, 2, 4, (128, hidden, 128), dtype=torch.bfloat16, device=device, biases=bool(form), **form)
     made["top_k_weights"] = made["top_k_weights"].nan_to_num(0.3)
@@ -237,7 +237,7 @@ def test_trained_in_part(fused_mlp, device, form):
 @hopper
 @pytest.mark.parametrize("form", [{}, OF_GPT_OSS], ids=["plain", "gpt-oss"])
 def test_trained_twice(fused_mlp, device, form):
-    """A gradient that is differentiated in its turn is that of the composition."""
+    """Second derivatives are those of the composed experts."""
     made = drawn(20, 2, 3, (128, 128, 128), dtype=torch.bfloat16, device=device, biases=bool(form), **form)
     made["top_k_weights"] = made["top_k_weights"].nan_to_num(0.3)
 
@@ -258,7 +258,7 @@ def test_trained_twice(fused_mlp, device, form):
 
 @dtypes
 def test_gradients(fused_mlp, device, dtype):
-    """They are those of x, the routing's weights, all weights and biases."""
+    """The gradients of x, the routing's weights, and all weights and biases are right."""
     for form in forms() if dtype == torch.float32 else ({}, {"interleaved": True, "transposed": True, **GPT_OSS}):
         made = drawn(dtype=dtype, device=device, biases=True, **form)
         made["top_k_weights"].nan_to_num_(0.3)
@@ -339,16 +339,15 @@ def test_compiled_without_breaks(fused_mlp, device, trained):
         torch.testing.assert_close(found, expected)
         if trained:
             grads = [torch.autograd.grad(result.square().sum(), weight)[0] for result in (expected, found)]
-            # Sums over tokens, in another order: their terms are as large as the largest, also where they cancel. Four
-            # products of some 40 terms each differ by some 1e-6 of that.
+            # Sums over tokens are added in another order, and their terms are as large as the largest value even if
+            # they cancel: four products of some 40 terms each differ by some 1e-6 of it.
             torch.testing.assert_close(*grads, rtol=0, atol=1e-5 * grads[0].abs().max().item())
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("form", [{}, {"limit": 0.5}, OF_GPT_OSS], ids=["plain", "limit", "gpt-oss"])
 def test_rows_of_skipped_slots_are_not_read(fused_mlp, device, compiled, form, monkeypatch):
-    """torch's grouped product on a GPU leaves them as they were in memory: no result and no gradient of any order has
-    it."""
+    """Rows of skipped slots, which torch's grouped product leaves unset on a GPU, reach no result or gradient."""
     composed = importlib.import_module(f"{fused_mlp.__name__}.experts")
     product, routing = composed._GroupedMm.forward, composed.routing
 
@@ -378,7 +377,7 @@ def test_rows_of_skipped_slots_are_not_read(fused_mlp, device, compiled, form, m
 
 
 def test_by_a_kernel_or_not_at_all(fused_mlp, device):
-    """If the call would be composed of parts, as under autograd, nothing is computed."""
+    """Nothing is computed if the call would be composed of parts, as under autograd."""
     calls = importlib.import_module(f"{fused_mlp.__name__}.calls")
     made = drawn(device=device)
     if device.type == "cuda":
@@ -424,7 +423,7 @@ def test_exported(fused_mlp, device):
 
 
 def test_ops(fused_mlp, device):
-    """The answers that torch wants of an op: its schema, and what it says of shapes that it has not computed."""
+    """The ops pass torch's checks of their schemas and of the shapes from their fake kernels."""
     namespace = getattr(torch.ops, fused_mlp.__name__)
     offsets = torch.tensor([2, 2, 5], dtype=torch.int32, device=device)
     a, b = torch.randn(6, 4, device=device), torch.randn(6, 5, device=device)

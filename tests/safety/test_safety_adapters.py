@@ -8,7 +8,7 @@ from safety import alike, assert_same, fuse, llama, pair, states, ways
 
 PROJECTIONS = ["gate_proj", "up_proj", "down_proj"]
 
-# The options of the adapter; its weights are never those of the identity.
+# Adapter options; no adapter starts as the identity.
 ADAPTERS = {
     "LoRA": lambda: peft.LoraConfig(r=4, target_modules=PROJECTIONS, init_lora_weights=False),
     "LoRA on one": lambda: peft.LoraConfig(r=4, target_modules=["up_proj"], init_lora_weights=False),
@@ -77,5 +77,5 @@ def test_an_adapter_attached_to_a_compiled_model(fused_mlp, device, way):
     compiled = torch.compile(fused, backend="aot_eager")
     with torch.no_grad():
         torch.testing.assert_close(compiled(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
-        alike(lambda model: adapted(model, "LoRA"), model, fused)  # in place
+        alike(lambda model: adapted(model, "LoRA"), model, fused)  # adds the adapter in place
         torch.testing.assert_close(compiled(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Fused models are compiled, exported and traced as unfused ones are."""
+"""Fused models compile, export and trace like unfused ones."""
 
 import copy
 import io
@@ -24,13 +24,13 @@ def fresh_compiler():
 
 
 def compiled(model):
-    """In place, so that the model keeps its names."""
+    """Compiles the model in place, which keeps the names of its modules."""
     model.compile(fullgraph=True, backend="aot_eager")
     return model
 
 
 class Dropping(Blocks):
-    """With dropout, whose mode a compiled model has to follow."""
+    """Blocks with dropout, whose mode a compiled model has to follow."""
 
     def forward(self, x):
         return super().forward(torch.nn.functional.dropout(x, 1.0, self.training))
@@ -38,7 +38,7 @@ class Dropping(Blocks):
 
 @ways
 def test_compiled(fused_mlp, device, way):
-    """Against eager, through switches of the mode and of gradients."""
+    """A compiled fused model matches eager through switches of training mode and gradients."""
     model, fused = pair(fused_mlp, way, Dropping().to(device))
     compiled(fused)
     x = x_of(device)
@@ -63,7 +63,7 @@ def test_compiled_before_it_is_fused(fused_mlp, device):
 
 @ways
 def test_changed_after_it_was_compiled(fused_mlp, device, way):
-    """Children, activations, what wants a gradient. Hooks that come later torch.compile does not see, fused or not."""
+    """Compiled code follows new children, activations and requires_grad; it misses later hooks, fused or not."""
     model, fused = pair(fused_mlp, way, Gated(bias=True).to(device))
     compiled(fused)
     x = x_of(device)
@@ -79,7 +79,7 @@ def test_changed_after_it_was_compiled(fused_mlp, device, way):
 
 
 def test_no_class_is_learned_while_traced(fused_mlp, device, monkeypatch):
-    """Dynamo cannot trace the look-up of functions by their module once other code has looked them up."""
+    """Compilation learns no class: Dynamo cannot trace looking up functions by module once other code has done so."""
     model, fused = pair(fused_mlp, "kernelize", Gated(bias=True).to(device))
     shortcut = sys.modules[f"{fused_mlp.__name__}.models.running.shortcut"]
     monkeypatch.setattr(shortcut, "learn", None)
@@ -90,7 +90,7 @@ def test_no_class_is_learned_while_traced(fused_mlp, device, monkeypatch):
 @pytest.mark.parametrize("index", [0, -1], ids=["first", "last"])
 @kinds
 def test_compiled_with_a_bias_that_is_broadcast(fused_mlp, device, kind, index, shape):
-    """No op takes it: the operations of torch stay."""
+    """No op takes a bias that is broadcast, so compiled code keeps torch's operations."""
     model = kind(bias=True).to(device)
     layers = [part for part in model.modules() if isinstance(part, torch.nn.Linear)]
     layers[index].bias = torch.nn.Parameter(torch.randn(shape, device=device))
@@ -105,7 +105,7 @@ def test_compiled_with_a_bias_that_is_broadcast(fused_mlp, device, kind, index, 
 )
 @kinds
 def test_exported(fused_mlp, device, way, kind, with_grad, strict):
-    """With inputs by name and dynamic rows; the program needs no op of this package, and its gradients are right."""
+    """An export with named inputs and dynamic rows needs no op of this package and has right gradients."""
     model, fused = pair(fused_mlp, way, kind(bias=True).to(device))
     name = "x" if kind is Gated else "hidden_states"
     with torch.set_grad_enabled(with_grad):
@@ -135,7 +135,7 @@ def test_exported_whole(fused_mlp, device, way, strict):
 @ways
 @kinds
 def test_traced(fused_mlp, device, way, kind, with_grad):
-    """torch.jit.trace: other rows, gradients, saved and loaded."""
+    """torch.jit.trace of a fused module handles other row counts and gradients, also after saving and loading."""
     model, fused = pair(fused_mlp, way, kind(bias=True).to(device))
     with torch.set_grad_enabled(with_grad):
         traced = torch.jit.trace(fused, x_of(device, 4))
@@ -149,8 +149,8 @@ def test_traced(fused_mlp, device, way, kind, with_grad):
 @modes
 @pytest.mark.parametrize("name", ["Llama", "BERT", "GPT-2"])
 def test_traced_whole(fused_mlp, device, recwarn, name, with_grad):
-    """Inside of a model sizes are traced too, and inputs want gradients. What is traced are the operations of torch, as
-    often as torch looks, which export to ONNX does as well."""
+    """A traced model holds torch operations only, however often torch traces it, as ONNX export does; inside a model,
+    sizes are traced too and inputs require gradients."""
     model, inputs = tiny_models.build(name, device)
     model.config.use_cache = False
     fused, ids = copy.deepcopy(model), inputs["input_ids"]
@@ -165,9 +165,9 @@ def test_traced_whole(fused_mlp, device, recwarn, name, with_grad):
 @modes
 @pytest.mark.parametrize("kind", [*KINDS, Blocks])
 def test_exported_to_onnx(fused_mlp, device, monkeypatch, kind, with_grad):
-    """By the trace of torch.jit: every byte is that of the unfused model.
+    """The ONNX export by torch.jit's trace equals the unfused model's byte for byte.
 
-    torch asks the package `onnx` alone for functions of onnxscript in what it has written, of which there are none.
+    torch needs the package `onnx` only to look for functions of onnxscript in its output, which has none.
     """
     nothing = SimpleNamespace(graph=SimpleNamespace(node=()))
     monkeypatch.setitem(sys.modules, "onnx", SimpleNamespace(load_model_from_string=lambda _: nothing))
@@ -180,7 +180,7 @@ def test_exported_to_onnx(fused_mlp, device, monkeypatch, kind, with_grad):
     assert written[0] == written[1] and b"MatMul" in written[0]
 
 
-# Every kind of MLP with either memory, of a forward that ran eagerly or was compiled in turn.
+# Every kind of MLP with either memory mode; the forward alternates between eager and compiled.
 FORWARDS = [
     (kind, memory, (row + column) % 2 == 1)
     for row, kind in enumerate(KINDS)
@@ -190,7 +190,7 @@ FORWARDS = [
 
 @pytest.mark.parametrize(("kind", "memory", "is_compiled"), FORWARDS)
 def test_compiled_autograd(fused_mlp, device, kind, memory, is_compiled):
-    """A backward as one graph."""
+    """compiled_autograd compiles the backward as one graph, with right gradients."""
     model = kind(bias=True).to(device)
     fused = copy.deepcopy(model)
     assert fused_mlp.fuse_mlps(fused, memory=memory).fused

@@ -1,4 +1,4 @@
-"""Text generation with fused models: the same tokens, whatever keeps the cache."""
+"""Text generation with fused models gives the same tokens with every kind of cache."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ CACHES = {
 @pytest.mark.parametrize("options", CACHES.values(), ids=CACHES)
 def test_generation(fused_mlp, device, way, options):
     if options.get("cache_implementation") == "offloaded" and device.type == "cpu":
-        options = options | {"cache_implementation": "dynamic"}  # offloading is from a GPU
+        options = options | {"cache_implementation": "dynamic"}  # offloading needs a GPU
     model, ids = llama(device)
     model, fused = pair(fused_mlp, way, model)
     options = {"do_sample": False} | options
@@ -30,7 +30,7 @@ def test_generation(fused_mlp, device, way, options):
 
 @ways
 def test_decoding_with_a_static_cache_compiled(fused_mlp, device, way):
-    """A prompt, then token by token, as compiled generation runs it."""
+    """A prompt and then token-by-token decoding, compiled with a static cache, give the unfused logits."""
     torch.compiler.reset()
     model, ids = llama(device)
     model, fused = pair(fused_mlp, way, model)
@@ -51,7 +51,7 @@ def test_decoding_with_a_static_cache_compiled(fused_mlp, device, way):
 @ways
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_captured_in_a_cuda_graph(fused_mlp, way, dtype):
-    """Replayed with other inputs and with weights that changed in place."""
+    """A captured graph replays with other inputs and with weights changed in place."""
     model, fused = pair(fused_mlp, way, Blocks().cuda().to(dtype))
     tolerance = 1e-4 if dtype is torch.float32 else 3e-2
     x = torch.randn(4, 32, device="cuda", dtype=dtype)
@@ -76,7 +76,7 @@ def test_captured_in_a_cuda_graph(fused_mlp, way, dtype):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 @ways
 def test_generation_in_cuda_graphs(fused_mlp, way):
-    """A static cache on a GPU: transformers compiles the decoding with CUDA graphs."""
+    """With a static cache on a GPU, where transformers compiles decoding with CUDA graphs, the tokens are the same."""
     torch.compiler.reset()
     model, ids = llama(torch.device("cuda"))
     model, fused = pair(fused_mlp, way, model)

@@ -1,4 +1,4 @@
-"""Inputs of all kinds that the unfused module takes."""
+"""Fused modules take every kind of input that unfused ones take."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_layouts(fused_mlp, device, way, kind, layout):
 @ways
 @kinds
 def test_subclasses(fused_mlp, device, way, kind, with_grad):
-    """The result is of the kind that the unfused module makes of them."""
+    """Tensor subclasses give a result of the type that the unfused module returns."""
 
     class Marked(torch.Tensor):
         pass
@@ -65,7 +65,7 @@ def test_nested(fused_mlp, device, way, kind, layout):
 @modes
 @ways
 def test_sparse(fused_mlp, device, way, with_grad):
-    """A sparse input, and a sparse weight."""
+    """A sparse input and a sparse weight give the unfused result."""
     model, fused = pair(fused_mlp, way, Gated().to(device))
     x = torch.randn(3, 32, device=device)
     with torch.set_grad_enabled(with_grad):
@@ -79,7 +79,7 @@ def test_sparse(fused_mlp, device, way, with_grad):
 @ways
 @kinds
 def test_what_fails_unfused_fails_fused(fused_mlp, device, way, kind):
-    """Wrong width, dtype or kind: an error, never an answer."""
+    """An input of the wrong width, dtype or type raises an error and never gives a result."""
     model, fused = pair(fused_mlp, way, kind(bias=True).to(device))
     wrong = [torch.randn(3, 33), torch.randn(3, 32).double(), torch.ones(3, 32, dtype=torch.int64), [1.0], None]
     for x in wrong:

@@ -1,4 +1,4 @@
-"""Obstructions of experts: fused and equal, or left, and said so."""
+"""Obstacles to fusing experts: a group runs fused with equal results, or is left unfused with a reason."""
 
 import copy
 import pickle
@@ -22,7 +22,7 @@ assert one_thread  # a fixture
 
 
 def pair(fused_mlp, device, model_type="mixtral", implementation="eager"):
-    """A model, a copy of it that is fused, and inputs."""
+    """A model, its fused copy, and inputs."""
     model = mixtures.build(model_type).to(device)
     model.set_experts_implementation(implementation)
     fused = copy.deepcopy(model)
@@ -40,7 +40,7 @@ def first(model):
 
 
 def routed(device, dtype=torch.float32, tokens=7):
-    """The tokens, experts and weights of a call of experts."""
+    """The tokens, expert indices and weights of a call of experts."""
     x, weights = torch.randn(tokens, 32, device=device), torch.rand(tokens, 2, device=device)
     return x.to(dtype), torch.randint(0, 6, (tokens, 2), device=device), weights.to(dtype)
 
@@ -51,7 +51,7 @@ def why(fused_mlp, module):
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_offloaded(fused_mlp, device, when):
-    """accelerate puts a forward of its own into the experts, and brings their weights when it is called."""
+    """Experts give the same results under accelerate's forward, which loads their weights for each call."""
     model, fused, ids = pair(fused_mlp, device)
     if when == "before":
         fused = accelerate.cpu_offload(copy.deepcopy(model), execution_device=device)
@@ -64,7 +64,7 @@ def test_offloaded(fused_mlp, device, when):
 
 
 def test_hooks(fused_mlp, device):
-    """Those on the experts run around the fused call; one on the activation has to see it called."""
+    """Hooks on the experts run around the fused call; a hook on the activation makes the experts run unfused."""
     model, fused, ids = pair(fused_mlp, device)
     seen = []
     first(fused).register_forward_pre_hook(lambda module, given: seen.append("before"))
@@ -80,7 +80,7 @@ def test_hooks(fused_mlp, device):
 
 
 def test_weights_replaced(fused_mlp, device):
-    """The state at the call counts: a type of its own, another dtype."""
+    """A call runs unfused if a weight has become a Parameter subclass or float64."""
     model, fused, ids = pair(fused_mlp, device)
 
     class Special(nn.Parameter):
@@ -94,7 +94,7 @@ def test_weights_replaced(fused_mlp, device):
 
 
 def test_quantized(fused_mlp):
-    """Weights of eight bits, in transformers' class for them, and in the model's own."""
+    """Experts with eight-bit weights are left, in transformers' class for them and in the model's own."""
     model = mixtures.build("mixtral")
     group = first(model)
     kind = use_experts_implementation(
@@ -111,7 +111,7 @@ def test_quantized(fused_mlp):
 
 
 def test_weights_of_four_bits(fused_mlp):
-    """transformers' class for them is called by a router of its own: it is left, and the others are fused."""
+    """transformers' four-bit experts, which a router of their own calls, are left, and the other experts are fused."""
     model = mixtures.build("gpt_oss", intermediate_size=32)
     model.set_experts_implementation("eager")
     model.model.layers[0].mlp.experts = Mxfp4GptOssExperts(model.config)
@@ -121,7 +121,7 @@ def test_weights_of_four_bits(fused_mlp):
 
 
 def test_experts_in_another_form(fused_mlp):
-    """DBRX's have their weights in a part of theirs, one under the other; the activation of JetMoe's is fused."""
+    """DBRX's experts, with stacked weights in a submodule, are left; JetMoe's have their activation fused."""
     dbrx, jetmoe = (fused_mlp.fuse_mlps(mixtures.build(name)) for name in ("dbrx", "jetmoe"))
     assert {(left.class_name, left.reason) for left in dbrx.left} == {
         ("DbrxExperts", "runs unfused: an unrecognised loop: view, which is unknown here")
@@ -137,7 +137,7 @@ def mesh(tmp_path):
 
 
 def test_sharded(fused_mlp, mesh):
-    """Weights of several processes are left; the local ones that a parallel plan puts there for a call are not."""
+    """DTensor weights run unfused; the local weights that a parallel plan substitutes for a call run fused."""
     model, fused, ids = pair(fused_mlp, torch.device("cpu"))
     group, expected = first(fused), logits(model, ids)
     local = group.gate_up_proj
@@ -149,7 +149,7 @@ def test_sharded(fused_mlp, mesh):
     x, index, weights = torch.randn(5, 32), torch.randint(0, 6, (5, 2)), torch.rand(5, 2)
     whole = first(model)(x, index, weights)
     parts = []
-    for rank in range(2):  # the halves of two processes, whose results are summed
+    for rank in range(2):  # halves of two processes, whose results are summed
         part = copy.deepcopy(group)
         gate, up = (half.chunk(2, dim=1)[rank] for half in group.gate_up_proj.chunk(2, dim=1))
         part.gate_up_proj = nn.Parameter(torch.cat([gate, up], dim=1))
@@ -160,8 +160,7 @@ def test_sharded(fused_mlp, mesh):
 
 
 def test_expert_parallel(fused_mlp, mesh):
-    """A method that transformers' plan puts in the place of a forward is left; around a fused one, it shows it local
-    weights."""
+    """A forward that transformers' plan overrides is left; around a fused forward, the plan hands it local weights."""
 
     class Style(MoEParamShard):
         def should_use_local_tensors(self, module):
@@ -191,7 +190,7 @@ def test_expert_parallel(fused_mlp, mesh):
 
 
 def test_global_state(fused_mlp, device, monkeypatch):
-    """Modes and patched functions see what the experts call; autocast has ways of its own."""
+    """Dispatch modes and patched functions see the experts' operations, and autocast gives the unfused result."""
 
     class Counting(TorchDispatchMode):
         count = 0
@@ -215,7 +214,7 @@ def test_global_state(fused_mlp, device, monkeypatch):
 
 
 def test_copies(fused_mlp, device):
-    """A copy is fused, what is pickled is not, and needs no package to be loaded."""
+    """A deep copy stays fused; a pickle is unfused and loads without the package."""
     model, fused, ids = pair(fused_mlp, device)
     assert set(states(fused_mlp, copy.deepcopy(fused))) == {"fused"}
     assert_same(copy.deepcopy(fused), model, ids)
@@ -226,7 +225,7 @@ def test_copies(fused_mlp, device):
 
 @pytest.mark.parametrize("way", ["eager", "grouped_mm", "fused_mlp"])
 def test_compiled(fused_mlp, device, way):
-    """One graph, where the class's own loop is none: fused by either way, the second without a call before."""
+    """Experts fused by fuse_mlps or, with no call before, by name compile to one graph; the class's loop does not."""
     if device.type != "cpu" and way == "grouped_mm":
         pytest.skip("is left on a GPU, in float32")
     fused_mlp.register_experts()
@@ -248,7 +247,7 @@ def test_compiled(fused_mlp, device, way):
 @pytest.mark.parametrize("way", ["grouped_mm", "fused_mlp"])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_equal_layers_compile_one_graph(fused_mlp, device, way, model_type):
-    """Dynamo sees of one group of experts what it sees of all that are like it."""
+    """Equal groups of experts compile to one graph, as Dynamo sees no difference between them."""
     if device.type != "cpu" and way == "grouped_mm":
         pytest.skip("is left on a GPU, in float32")
     fused_mlp.register_experts()
@@ -269,7 +268,7 @@ def test_equal_layers_compile_one_graph(fused_mlp, device, way, model_type):
 
 @pytest.mark.parametrize("way", ["grouped_mm", "batched_mm"])
 def test_in_the_place_of_products_of_groups(fused_mlp, device, way):
-    """The calls that a kernel takes: where autograd follows, those of training, which there are on a GPU alone."""
+    """A kernel replaces grouped or batched products in inference and, on a GPU only, in training."""
     if device.type == "cuda" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU: others have no kernels of experts")
     model = mixtures.build("mixtral", num_hidden_layers=1).to(device, torch.bfloat16)
@@ -292,7 +291,7 @@ def test_in_the_place_of_products_of_groups(fused_mlp, device, way):
 
 
 def test_transforms(fused_mlp, device):
-    """torch.func runs the parts."""
+    """torch.func transforms run the parts of the experts, with the unfused derivatives."""
     model, fused, _ = pair(fused_mlp, device, implementation="batched_mm" if device.type == "cpu" else "eager")
     x, *routing = routed(device)
     results = []
@@ -306,7 +305,7 @@ def test_transforms(fused_mlp, device):
 
 
 def test_a_disagreement(fused_mlp, device, monkeypatch):
-    """A fused call that computes something else here is not used; unless nobody asks."""
+    """fuse_mlps rejects a fused call that gives a different result, unless verify=False skips the check."""
     model = mixtures.build("mixtral").to(device)
     model.set_experts_implementation("eager")
     verification = __import__("sys").modules[f"{fused_mlp.__name__}.models.verification"]

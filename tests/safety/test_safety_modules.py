@@ -1,4 +1,4 @@
-"""Modules that torch.nn or their owner change, before fusing and after."""
+"""Modules that torch.nn or their owner changes, before and after fusing."""
 
 import copy
 import importlib
@@ -14,7 +14,7 @@ from transformers import activations
 from modules import PROJECTIONS, Gated, Intermediate, PackedGated, Plain
 from safety import Blocks, alike, assert_close, assert_same, fuse, kinds, llama, pair, states, ways, x_of
 
-# Computed weights, in place of stored ones: torch.nn's two generations, and pruning.
+# Computed weights in place of stored ones: both generations in torch.nn, and pruning.
 CHANGES = {
     "weight norm": parametrizations.weight_norm,
     "spectral norm": parametrizations.spectral_norm,
@@ -141,7 +141,7 @@ CHILDREN = {
 
 
 def test_a_wider_result_of_one_projection(fused_mlp, device):
-    """The result of a wrapped projection may be of another dtype: products promote it."""
+    """A wrapped projection may return a wider dtype, to which the products promote."""
 
     class Wide(Doubling):
         def forward(self, x):
@@ -174,7 +174,7 @@ CHILDREN.update({name: lambda module, patch=patch: patch(module.act_fn) for name
 @pytest.mark.parametrize("change", CHILDREN)
 @pytest.mark.parametrize("act", [nn.SiLU, activations.SiLUActivation])
 def test_a_child_is_changed(fused_mlp, device, way, change, act):
-    """Also where the activation is of a class that kernelize may give a kernel's forward."""
+    """A changed child takes effect, also with an activation class whose forward kernelize may replace by a kernel's."""
     model, fused = pair(fused_mlp, way, Gated(act, bias=True).to(device))
     x = x_of(device)
     before = model(x).detach()
@@ -185,7 +185,7 @@ def test_a_child_is_changed(fused_mlp, device, way, change, act):
 
 
 def test_an_activation_of_a_kernel_that_is_wrapped(fused_mlp, device):
-    """A kernel's forward computes what the class does; a wrapper that has its name may not."""
+    """A kernel's forward counts as the class's own; a wrapper with its name does not."""
     model, fused = pair(fused_mlp, "fuse_mlps", Gated(activations.SiLUActivation).to(device))
     kernel = fused_mlp.layers.SiLU.forward
     fused.act_fn.forward = MethodType(kernel, fused.act_fn)
@@ -204,7 +204,7 @@ def test_an_activation_patched_for_all(fused_mlp, device, way, act, monkeypatch)
     original = act.forward
     monkeypatch.setattr(act, "forward", lambda self, input: 2 * original(self, input))
     for part in (model.act_fn, fused.act_fn):
-        part.__dict__.pop("forward", None)  # kernelize has put the original there
+        part.__dict__.pop("forward", None)  # kernelize has stored the original forward there
     assert_same(model, fused, x_of(device))
 
 
@@ -229,7 +229,7 @@ def test_requires_grad_is_toggled(fused_mlp, device, way):
 @kinds
 @pytest.mark.parametrize("name", ["_call_impl", "_compiled_call_impl"])
 def test_a_call_of_its_own(fused_mlp, device, way, kind, name):
-    """A projection that somebody has wrapped, or compiled, is called as often as the module is."""
+    """A wrapped or compiled projection is called whenever the module is."""
     model, fused = pair(fused_mlp, way, kind(bias=True).to(device))
     for each in (model, fused):
         layer = each.get_submodule(PROJECTIONS[kind][-1])
@@ -241,7 +241,7 @@ def test_a_call_of_its_own(fused_mlp, device, way, kind, name):
 @ways
 @kinds
 def test_a_weight_replaced_before_the_backward(fused_mlp, device, way, kind):
-    """The gradients are those of what was multiplied, once and differentiated again, as in a linear layer."""
+    """The gradients use the weights that were multiplied, though replaced since, as in a linear layer."""
     model, fused = pair(fused_mlp, way, kind(bias=True).to(device))
     x, gradients = x_of(device), []
     for each in (model, fused):
@@ -256,7 +256,7 @@ def test_a_weight_replaced_before_the_backward(fused_mlp, device, way, kind):
 
 @ways
 def test_hooks_of_tensors(fused_mlp, device, way):
-    """On parameters and on results: both fire, and change the gradient."""
+    """Gradient hooks and post-accumulate hooks on parameters fire, and a hook may change the gradient."""
     model, fused = pair(fused_mlp, way, Gated(bias=True).to(device))
     accumulated = []
     for candidate in (model, fused):
@@ -268,9 +268,9 @@ def test_hooks_of_tensors(fused_mlp, device, way):
 
 @kinds
 def test_replicas_of_data_parallel(fused_mlp, device, kind, monkeypatch):
-    """Each replica that nn.DataParallel makes uses its own weights, not those of the device that it came from."""
+    """Each replica that nn.DataParallel makes uses its own weights, not those of its source device."""
     replication = importlib.import_module("torch.nn.parallel.replicate")
-    factors = (2.0, 3.0)  # by which the weights differ, in the place of devices
+    factors = (2.0, 3.0)  # scale the replicas' weights, in place of devices
 
     def copies(tensors, devices, detach=False):
         return [[factor * tensor for tensor in tensors] for factor in factors]
@@ -285,7 +285,7 @@ def test_replicas_of_data_parallel(fused_mlp, device, kind, monkeypatch):
                 parameter.mul_(factor)
         assert_close(replica(x), expected(x))
         fused.zero_grad()
-        replica(x).sum().backward()  # into the originals
+        replica(x).sum().backward()  # accumulates into the originals
         expected(x).sum().backward()
         gradients = [factor * parameter.grad for parameter in expected.parameters()]
         assert_close([parameter.grad for parameter in fused.parameters()], gradients)

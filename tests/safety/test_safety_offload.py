@@ -1,4 +1,4 @@
-"""accelerate: weights that are elsewhere until a hook brings them, attached before fusing and after."""
+"""accelerate's hooks, which load weights for each call, attached before and after fusing."""
 
 import copy
 import functools
@@ -14,7 +14,7 @@ from safety import assert_same, fuse, llama, mlps, pair, states, ways, x_of
 
 
 def offload(model, device, folder):
-    """Every module with parameters loads its own when it is called."""
+    """Every module with parameters loads its own for each call."""
     return accelerate.cpu_offload(model, execution_device=device)
 
 
@@ -23,7 +23,7 @@ def offload_to_disk(model, device, folder):
 
 
 def dispatch(model, device, folder):
-    """A device map: the first layer on disk, the second in memory, as `device_map="auto"` makes of a big model."""
+    """A device map like that of `device_map="auto"` for a big model: the first layer on disk, the second in memory."""
     places = {"model.layers.0": "disk", "model.layers.1": "cpu"}
     rest = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
     places |= dict.fromkeys(rest, device if device.type == "cuda" else "cpu")
@@ -31,7 +31,7 @@ def dispatch(model, device, folder):
 
 
 def hook_whole_mlps(model, device, folder):
-    """A hook on the MLP alone brings the weights of its projections, which have no hooks then."""
+    """A hook on each MLP loads the weights of its projections, which have no hooks of their own."""
     for mlp in mlps(model):
         weights = {name: tensor.clone() for name, tensor in mlp.state_dict().items()}
         hook = AlignDevicesHook(device, offload=True, io_same_device=True, place_submodules=True, weights_map=weights)
@@ -39,7 +39,7 @@ def hook_whole_mlps(model, device, folder):
     return model
 
 
-# Not kernelize of a hooked model: it sets the forwards of all classes it knows anew, and drops the hooks on them.
+# kernelize is not run on a hooked model: it resets the forwards of all classes it knows, which drops their hooks.
 @pytest.mark.parametrize(("when", "way"), [("before", "fuse_mlps"), ("after", "fuse_mlps"), ("after", "kernelize")])
 @pytest.mark.parametrize("place", [offload, offload_to_disk, dispatch, hook_whole_mlps])
 def test_offloaded(fused_mlp, device, tmp_path, way, when, place):
@@ -69,7 +69,7 @@ def test_hooks_removed_again(fused_mlp, device, tmp_path, way):
 
 
 def test_restored_under_a_hook(fused_mlp, device):
-    """restore() takes back our forward, not accelerate's, which wraps it."""
+    """restore() removes our forward and keeps accelerate's, which wraps it."""
     model, ids = llama(device)
     fused = copy.deepcopy(model)
     report = fused_mlp.fuse_mlps(fused)
@@ -85,7 +85,7 @@ def test_restored_under_a_hook(fused_mlp, device):
 
 
 def test_restored_under_a_wrapper(fused_mlp, device):
-    """The wrapper has the attributes of what it wraps, as functools.wraps gives them."""
+    """restore() works under a functools.wraps wrapper, which copies the attributes of the fused method."""
     module = Gated().to(device)
     plain = copy.deepcopy(module)
     report = fused_mlp.fuse_mlps(module)
@@ -103,7 +103,7 @@ def test_restored_under_a_wrapper(fused_mlp, device):
 
 
 def test_a_kernelized_linear_is_offloaded(fused_mlp, device):
-    """The Linear layer of the package is as good as nn.Linear's forward; what accelerate wraps around it is not."""
+    """The package's Linear layer counts as nn.Linear's forward, but accelerate's wrapper around it does not."""
     module = Gated(bias=True).to(device)
     plain = copy.deepcopy(module)
     for projection in (module.gate_proj, module.up_proj, module.down_proj):

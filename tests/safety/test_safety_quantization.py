@@ -1,5 +1,5 @@
-"""Quantised projections, by torchao and bitsandbytes: their own products are called, before fusing and after, or read
-packed where they are known."""
+"""Projections quantised by torchao or bitsandbytes, before or after fusing, run their own products or are read packed
+if known."""
 
 import copy
 
@@ -32,9 +32,9 @@ def quantized(model, config, only=lambda name: "mlp" in name):
 
 
 def assert_close(model, fused, x, plain):
-    """The quantised model's output; `plain` is that of the weights which it was made of, and far from both.
+    """The fused output follows the quantised model's; `plain`, that of the original weights, is far from both.
 
-    Activations that are rounded to few bits follow the smallest difference of their inputs.
+    Activations rounded to few bits react to the smallest difference of their inputs.
     """
     with torch.no_grad():
         got, expected = (_tensor(candidate(x)).double() for candidate in (fused, model))
@@ -66,7 +66,7 @@ def test_quantised_after(fused_mlp, device, way, config):
 @ways
 @configs
 def test_quantised_before(fused_mlp, device, way, config):
-    """If the quantised product cannot be compared with confidence, the report says so."""
+    """A model quantised before fusing runs unfused, and the report gives a reason for each module."""
     model, ids, plain = llama_and_logits(device)
     model = quantized(model, config)
     fused = copy.deepcopy(model)
@@ -88,7 +88,7 @@ def test_one_quantised_projection(fused_mlp, device, way):
 
 
 def test_the_linear_layer_on_a_quantised_linear(fused_mlp, device):
-    """kernelize puts our Linear in the place of nn.Linear's forward; the weight's own product still runs."""
+    """Our Linear, which kernelize puts in place of nn.Linear's forward, still runs the weight's own product."""
     linear = nn.Linear(32, 48, device=device)
     quantize_(linear, Int8WeightOnlyConfig())
     x = x_of(device)
@@ -136,7 +136,7 @@ def test_bitsandbytes(fused_mlp, device, way, when, make):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @ways
 def test_dynamic_quantisation_of_torch(fused_mlp, way):
-    """On the CPU, the only device that has it."""
+    """Dynamic quantisation, which torch has on the CPU only, runs its own products."""
     model, x = Blocks().eval(), x_of("cpu")
     plain = model(x).detach()
     model, fused = pair(fused_mlp, way, model)

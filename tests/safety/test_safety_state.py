@@ -1,4 +1,4 @@
-"""Fused models are copied, saved, loaded and moved as unfused ones are."""
+"""Fused models are copied, saved, loaded and moved like unfused ones."""
 
 import copy
 import io
@@ -34,7 +34,7 @@ def test_the_state_dict(fused_mlp, device, way):
 @pytest.mark.parametrize("with_grad", [False, True])
 @kinds
 def test_weights_made_in_inference_mode(fused_mlp, device, way, kind, with_grad, training, bias):
-    """As of a model that is loaded in it, and called outside: autograd does not know them, and torch says the rest."""
+    """Weights made in inference mode, as by loading a model in it, give the unfused result or error outside of it."""
     model, fused = pair(fused_mlp, way, kind(bias=bias).to(device).train(training))
     outcomes, x = [], x_of(device)
     for each in (model, fused):
@@ -78,7 +78,7 @@ def test_deepcopy_of_a_whole_model(fused_mlp, device, way, kind):
 
 
 def test_torch_save_of_a_whole_model(fused_mlp, device):
-    """It loads with the original forward, whether the package is there or not, and can be fused again.
+    """A saved model loads with the original forward, with or without the package, and can be fused again.
 
     A model that `kernels.kernelize` changed does not pickle without the kernel: its forward is the kernel's function.
     """
@@ -98,7 +98,7 @@ def test_torch_save_of_a_whole_model(fused_mlp, device):
 
 @ways
 def test_emptied_and_loaded_again(fused_mlp, device, way):
-    """meta and back, as big models are loaded."""
+    """A model moved to meta and loaded again, as big models are loaded, stays fused."""
     model, fused = pair(fused_mlp, way, Blocks().to(device))
     saved = copy.deepcopy(model.state_dict())
     fused.to("meta")
@@ -152,7 +152,7 @@ def test_shared_memory(fused_mlp, way):
 
 @ways
 def test_weights_that_are_views(fused_mlp, device, way):
-    """Weights that are set as plain tensors, as wrappers do that flatten parameters."""
+    """Weights set as plain tensor views, as wrappers that flatten parameters set them, get the right gradients."""
     model, fused = pair(fused_mlp, way, Gated(bias=True).to(device))
     for candidate in (model, fused):
         weight = candidate.up_proj.weight

@@ -1,5 +1,4 @@
-"""Ways to run a fused model otherwise than by a plain call: torch.func, checkpointing, higher derivatives, hooks on
-what autograd saves."""
+"""Fused models under torch.func, checkpointing, higher derivatives, and hooks on tensors that autograd saves."""
 
 import copy
 import sys
@@ -26,7 +25,7 @@ def parameters_like(model):
 @ways
 @kinds
 def test_functional_call(fused_mlp, device, way, kind, with_grad):
-    """The parameters of the call count: plain tensors, parameters, and what is computed from others."""
+    """functional_call uses the given parameters: plain tensors, parameters, and values computed from others."""
     model, fused = pair(fused_mlp, way, kind(bias=True).to(device))
     x, given = x_of(device), parameters_like(model)
     with torch.set_grad_enabled(with_grad):
@@ -43,7 +42,7 @@ def test_functional_call(fused_mlp, device, way, kind, with_grad):
 @ways
 @kinds
 def test_vmap(fused_mlp, device, way, kind, with_grad):
-    """Over inputs, and over an ensemble's weights."""
+    """vmap over inputs and over the weights of an ensemble gives the unfused result."""
     model, fused = pair(fused_mlp, way, kind(bias=True).to(device))
     stacked, _ = stack_module_state([kind(bias=True).to(device) for _ in range(3)])
     x = x_of(device, 4, 5)
@@ -59,11 +58,11 @@ def test_vmap(fused_mlp, device, way, kind, with_grad):
 
 @kinds
 def test_vmap_is_of_torch(fused_mlp, device, kind, tell_ops, recwarn, monkeypatch):
-    """No op is run once for each, and torch warns of none."""
+    """vmap runs torch's operations and no op once per sample, and torch gives no warning."""
     names = []
     model, fused = pair(fused_mlp, "fuse_mlps", kind(bias=True).to(device))
     shortcut = sys.modules[f"{fused_mlp.__name__}.models.running.shortcut"]
-    monkeypatch.setattr(shortcut.forwards, "fused", None)  # nothing asks why
+    monkeypatch.setattr(shortcut.forwards, "fused", None)  # raises if anything looks for the reason
     monkeypatch.setattr(shortcut, "_is_asked_again", None)
     stacked, _ = stack_module_state([model, model])
     tell_ops(lambda name, _: names.append(name))
@@ -104,7 +103,7 @@ def experts_of(fused_mlp, device):
 @pytest.mark.parametrize("memory", ["activations", "recompute"])
 @pytest.mark.parametrize("kind", [*KINDS, "experts"])
 def test_batched_gradients(fused_mlp, device, kind, memory):
-    """Many gradients at once, by the older vmap of torch.autograd."""
+    """Batched gradients by the older vmap of torch.autograd equal gradients computed one by one."""
     x = x_of(device, 3)
     if kind == "experts":
         function, weights = experts_of(fused_mlp, device)
@@ -131,7 +130,7 @@ def test_batched_gradients(fused_mlp, device, kind, memory):
 @ways
 @kinds
 def test_derivatives_by_torch_func(fused_mlp, device, way, kind):
-    """Gradients by sample, Jacobians both ways, products forward, second derivatives."""
+    """Per-sample gradients, both Jacobians, forward-mode products and second derivatives match the unfused model's."""
     model, fused = pair(fused_mlp, way, kind(TanhGelu, bias=True).to(device))
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     x, one = x_of(device, 4), x_of(device, 1)
@@ -156,7 +155,7 @@ def test_derivatives_by_torch_func(fused_mlp, device, way, kind):
 @ways
 @kinds
 def test_forward_mode_of_frozen_weights(fused_mlp, device, way, kind, with_grad):
-    """Nothing wants a gradient, and the tangents are there all the same."""
+    """Forward-mode tangents are right even if no tensor requires a gradient."""
     model, fused = pair(fused_mlp, way, kind(bias=True).to(device).requires_grad_(False))
     x, tangent = x_of(device), x_of(device)
     with torch.set_grad_enabled(with_grad):
@@ -178,7 +177,7 @@ def test_second_derivatives(fused_mlp, device, kind):
 @ways
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing(fused_mlp, device, way, use_reentrant):
-    """The model's own, and around single MLPs, with dropout that must repeat itself."""
+    """Checkpointing a whole model or a single MLP gives the unfused gradients, with dropout that must repeat itself."""
     model, ids = llama(device, attention_dropout=0.5)
     model, fused = pair(fused_mlp, way, model.train())
     for candidate in (model, fused):
@@ -198,7 +197,7 @@ def test_gradient_checkpointing(fused_mlp, device, way, use_reentrant):
 @ways
 @pytest.mark.parametrize("watching", [torch.autograd.graph.save_on_cpu, torch.autograd.detect_anomaly])
 def test_what_watches_autograd(fused_mlp, device, way, watching):
-    """What is saved is moved, and what is computed is looked at."""
+    """Gradients are unchanged while save_on_cpu moves saved tensors or detect_anomaly inspects computed ones."""
     model, fused = pair(fused_mlp, way, Blocks().to(device))
     x = x_of(device)
     expected = outcome(model, x)
@@ -218,7 +217,7 @@ def test_autocast(fused_mlp, device, way, kind, dtype):
 
 @ways
 def test_inference_mode(fused_mlp, device, way):
-    """Fused there and elsewhere, called there and elsewhere."""
+    """A model fused inside or outside of inference mode runs in both."""
     model, ids = llama(device)
     _, outside = pair(fused_mlp, way, model)
     inside = copy.deepcopy(model)
@@ -235,7 +234,7 @@ def test_inference_mode(fused_mlp, device, way):
 
 @pytest.mark.parametrize("kind", [Gated, PackedGated, Plain])
 def test_training_to_the_same_weights(fused_mlp, device, kind):
-    """Twenty steps with an optimiser that keeps state."""
+    """Twenty steps of an optimiser that keeps state reach the unfused weights."""
     model, fused = pair(fused_mlp, "fuse_mlps", Blocks(kind).to(device))
     x = x_of(device)
     for candidate in (model, fused):

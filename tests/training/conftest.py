@@ -1,4 +1,4 @@
-"""What the tests of ops share."""
+"""Fixtures shared by the tests of ops."""
 
 import importlib
 
@@ -12,5 +12,5 @@ def ops(fused_mlp):
 
 @pytest.fixture
 def written(fused_mlp):
-    """A norm in operations of torch."""
+    """A norm written in torch operations."""
     return importlib.import_module(f"{fused_mlp.__name__}.backends.reference").norm

@@ -1,4 +1,4 @@
-"""Projections of one input and rotary embeddings: the ops, their nodes, and the attentions that run by them."""
+"""Projections of one input and rotary embeddings: the ops, their autograd nodes, and the attentions that use them."""
 
 import copy
 import importlib
@@ -16,7 +16,7 @@ from test_norms_of_sums import assert_alike
 
 @pytest.fixture(autouse=True)
 def any_size(fused_mlp, monkeypatch):
-    """Projections are taken on every device, of any size."""
+    """Projections run as one op on every device and at any size."""
     monkeypatch.setattr(importlib.import_module(f"{fused_mlp.__name__}.dispatch"), "LEAST_PROJECTED", 0)
 
 
@@ -49,7 +49,7 @@ def turned(q, k, cos, sin):
 def assert_no_less_exact(ours, by_torch, right):
     for got, eager, exact in zip(ours, by_torch, right, strict=True):
         assert (got.dtype, got.shape) == (eager.dtype, eager.shape)
-        slack = 1.05 if got.numel() > 1000 else 2.0  # of few numbers the errors of either may be small by chance
+        slack = 1.05 if got.numel() > 1000 else 2.0  # with few numbers, either error may be small by chance
         assert error(got, exact) <= max(slack * error(eager, exact), 6e-7)
 
 
@@ -145,7 +145,7 @@ def test_projections_are_no_less_exact_than_torch(nodes, device, sizes, biases):
 @pytest.mark.parametrize("trained", ["x", "weights", "biases", "a weight", "x and a bias"])
 @pytest.mark.parametrize("used", [(0, 1, 2), (2,), (0, 1)])
 def test_gradients_of_some_projections(nodes, device, trained, used):
-    """Those that are not asked for, or whose layer is not used, are not there, as torch has it; others are right."""
+    """Gradients of frozen operands and of unused layers are None, as in torch, and all others are right."""
     wanted = {"x": (0,), "weights": (1, 2, 3), "biases": (4, 5, 6), "a weight": (2,), "x and a bias": (0, 6)}[trained]
     given = [
         torch.randn(3, 4, 8, device=device),
@@ -171,7 +171,7 @@ def test_gradients_of_gradients(nodes, device):
     found = []
     for is_node in (True, False):
         leaves = [each.clone().requires_grad_() for each in given]
-        x, *rest = (each * 1.0 for each in leaves)  # which no leaf is
+        x, *rest = (each * 1.0 for each in leaves)  # not leaves
         q, k, v = nodes.projected(True, (x, *rest)) if is_node else map(F.linear, (x,) * 3, rest[:3], rest[3:])
         q, k = (each.view(1, 3, 2, 4).transpose(1, 2) for each in (q, k))
         q, k = (nodes.rotated if is_node else turned)(q, k, *angles)
@@ -200,7 +200,7 @@ def test_bad_operands_are_named(ops, device):
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
 GQA = SIZES | {"num_key_value_heads": 2, "use_cache": False}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-MODELS = {  # and how many calls of each op a forward has
+MODELS = {  # with the number of calls of each op per forward
     "llama": (lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**GQA)), 2, 2),
     "qwen2": (lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**GQA)), 2, 2),
     "qwen3": (lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**GQA, head_dim=16)), 2, 2),
@@ -229,10 +229,10 @@ def test_models_train_and_infer_by_the_ops(fused_mlp, device, counted, name):
     assert len(report.attentions) == 2 and all(each.fused for each in report.attentions)
     assert_alike(step(fused, ids), step(plain, ids))
     assert counted == {"projected": projected, "rotated": rotated}
-    with torch.inference_mode():  # where the layers take the host no longer than their op
+    with torch.inference_mode():  # three layers take the host no longer than their op here
         torch.testing.assert_close(fused.eval()(ids).logits, plain.eval()(ids).logits, rtol=2e-4, atol=2e-5)
     assert counted == {"projected": projected, "rotated": 2 * rotated}
-    fused(ids)  # in eval mode, where autograd records: likely no backward makes up for a node
+    fused(ids)  # eval mode with autograd on: likely no backward makes up for a node
     assert counted == {"projected": projected, "rotated": 3 * rotated}
     report.restore()
     assert torch.equal(fused(ids).logits, plain(ids).logits)

@@ -1,4 +1,4 @@
-"""Forms of code around layers of one input: which of them are called at once, and that all compute what they say."""
+"""Ways to write layers of one input: which layers run as one call, and that every form computes the right result."""
 
 import copy
 import gc
@@ -19,7 +19,7 @@ class Layers(nn.Module):
         self.norm, self.drop, self.flag = nn.LayerNorm(8), nn.Dropout(0.0), True
 
 
-# Forwards of x and y, and the number of layers in each group that is called at once.
+# Forwards of x and y, and the number of layers in each group that runs as one call.
 FORMS = {
     "adjacent": (
         "q = self.q(x).view(-1, 4, 2).transpose(0, 1)\nk = self.k(x).view(-1, 4, 2).transpose(0, 1)\n"
@@ -62,7 +62,7 @@ def written(body):
 
 @pytest.fixture(autouse=True)
 def any_size(fused_mlp, monkeypatch):
-    """Projections are taken on every device, of any size."""
+    """Projections run as one op on every device and at any size."""
     monkeypatch.setattr(importlib.import_module(f"{fused_mlp.__name__}.dispatch"), "LEAST_PROJECTED", 0)
 
 
@@ -113,7 +113,7 @@ def test_an_input_that_is_changed_in_place(fused_mlp, device, counted):
 
 
 def test_nothing_is_kept_of_a_result(fused_mlp, device):
-    """The results of one call are freed where the code lets go of each."""
+    """Each result of a joint call is freed as soon as the code drops its last reference."""
     seen = []
 
     class Drops(Layers):

@@ -1,4 +1,4 @@
-"""Ops of training are called past torch's dispatcher, unless something is to see them there."""
+"""Training ops bypass torch's dispatcher unless something has to observe them there."""
 
 import importlib
 import sys
@@ -20,7 +20,7 @@ def module_of(fused_mlp):
 
 @pytest.fixture
 def ops_that_raise(module_of):
-    """Whoever calls an op by the dispatcher is told so."""
+    """Makes every op raise when it is called through the dispatcher."""
     shortcut = module_of("models.running.shortcut")
 
     def refuse(*_):
@@ -33,7 +33,7 @@ def ops_that_raise(module_of):
 
 @pytest.fixture
 def run(module_of, device):
-    """Forward and backward of a block: its result and gradients."""
+    """Returns a function that runs forward and backward of a block and returns its result and gradients."""
     blocks, activations = module_of("autograd.blocks"), module_of("activations")
     code = activations.get_activation("gelu").code
     torch.manual_seed(0)
@@ -65,7 +65,7 @@ def test_past_the_dispatcher(run, kind, ops_that_raise, module_of):
 
 @pytest.mark.parametrize("kind", ["pre_normed", "post_normed"])
 def test_a_backward_in_compiled_code(run, kind, module_of):
-    """One function of Python runs for a node, where all of its gradients are asked for."""
+    """A backward runs a single Python function per node if all of its gradients are requested."""
     frames, folder = [], str(Path(module_of("autograd.blocks").__file__).parent)
 
     def called(frame, event, _):
@@ -84,7 +84,7 @@ def test_a_backward_in_compiled_code(run, kind, module_of):
 
 
 def test_gradients_are_not_compared(device, module_of, monkeypatch):
-    """To ask of a tensor if it equals None takes longer than a small kernel."""
+    """A backward never compares tensors with None by ==, which takes longer than a small kernel."""
 
     def compared(*_):
         raise AssertionError("tensors were compared")
@@ -130,7 +130,7 @@ def test_a_dispatch_mode_sees_the_ops(run, kind):
 
 
 def test_operands_that_are_not_plain(device, module_of):
-    """They go by the dispatcher, which computes or refuses them as ever."""
+    """Operands that are not plain go through the dispatcher, which computes or rejects them as usual."""
     norms = module_of("autograd.norms")
     weight = torch.ones(8, device=device)
     negated = torch._neg_view(torch.randn(2, 8, device=device))

@@ -1,4 +1,4 @@
-"""Norms by themselves and x + mlp(norm(x)) in training: the ops, the modules of transformers, and whole models."""
+"""Standalone norms and x + mlp(norm(x)) in training: the ops, the modules of transformers, and whole models."""
 
 import copy
 import importlib
@@ -65,7 +65,7 @@ def test_ops_are_no_less_exact_than_torch(ops, written, device, shape, kind, wid
         found = ops.norm_backward(grad, x, weight, statistics, None, None, 0.0, kind, needs)
         for got, right, by_torch in zip((y, *found), expected, eager, strict=True):
             assert got.dtype == by_torch.dtype
-            # For float32, whose sums are added up in some other order.
+            # The floor covers float32, whose sums are added in another order.
             assert error(got, right) <= max(1.05 * error(by_torch, right), 6e-7), dtype
         again = ops.norm_backward(grad, x, weight, statistics, None, None, 0.0, kind, needs)
         assert all(map(torch.equal, found, again))
@@ -110,7 +110,7 @@ def test_bad_operands_are_named(ops, device):
 
 @pytest.mark.skipif(machine.device_type() != "cpu", reason="a GPU's op pays at any size")
 def test_small_ones_in_eval_mode_run_as_they_were_written(fused_mlp, device, monkeypatch):
-    """If autograd follows, likely for no backward: from a number of values on, or in training, it is the op."""
+    """In eval mode with autograd on, a norm of few values runs as written; larger norms and training use the op."""
     norm = LlamaRMSNorm(16)
     fused = copy.deepcopy(norm)
     assert fused_mlp.fuse_mlps(fused).norms
@@ -140,7 +140,7 @@ def test_modules_compute_what_their_code_says(fused_mlp, device, kind):
         for right, by_torch, got in zip(*found, strict=True):
             assert got.dtype == by_torch.dtype
             assert error(got, right) <= max(1.05 * error(by_torch, right), 6e-7)
-        # Rounded where the code rounds: all but the rare value on whose edge a sum in another order falls.
+        # Values are rounded where the code rounds: only the rare one at a rounding edge differs, as sums are reordered.
         assert (found[1][0] != found[2][0]).float().mean() < (1e-3 if dtype != torch.float32 else 1)
         with torch.no_grad():
             assert torch.equal(fused(x), found[2][0])
@@ -168,7 +168,7 @@ def test_second_derivatives(fused_mlp, device):
 
 
 def test_gradcheck_of_the_node(fused_mlp, ops, device):
-    """The composed gradients, in float64, which the node computes where they are differentiated."""
+    """The composed gradients, which the node computes when they are differentiated again, pass gradcheck in float64."""
     alone = importlib.import_module(f"{fused_mlp.__name__}.autograd.norms")
     x = torch.randn(3, 8, dtype=torch.float64, device=device, requires_grad=True)
     weight = torch.randn(8, dtype=torch.float64, device=device, requires_grad=True)
@@ -254,7 +254,7 @@ def step(model, ids, autocast=None):
 def assert_no_worse(found, by_torch, exact):
     assert found.keys() == by_torch.keys()
     for name, right in exact.items():
-        if right.double().norm() > 1e-9:  # that of the keys' bias is nothing but rounding
+        if right.double().norm() > 1e-9:  # the gradient of the keys' bias is pure rounding noise
             assert error(found[name], right) <= 1.5 * error(by_torch[name], right) + 2e-5, name
 
 
@@ -273,13 +273,13 @@ def test_models_train_as_before(fused_mlp, device, name):
         report.restore()
         again = step(model, ids)
         assert_no_worse(again, by_torch, exact)
-        if device.type == "cpu":  # on a GPU torch's gradients of embeddings are not the same from run to run
+        if device.type == "cpu":  # on a GPU, torch's gradients of embeddings differ from run to run
             assert all(torch.equal(again[each], by_torch[each]) for each in again)
 
 
 @pytest.fixture
 def counted(fused_mlp, monkeypatch):
-    """Counts the blocks that are recorded, in a list."""
+    """Collects the recorded blocks in a list."""
     blocks = importlib.import_module(f"{fused_mlp.__name__}.autograd.blocks")
     record, found = blocks.pre_normed, []
     monkeypatch.setattr(blocks, "pre_normed", lambda *given: found.append(record(*given)) or found[-1])

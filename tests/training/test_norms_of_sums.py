@@ -1,4 +1,4 @@
-"""``norm(residual + dropout(...))`` in training: the op, and the blocks and ends of attention that run by it."""
+"""``norm(residual + dropout(...))`` in training: the op, and the blocks and attention outputs that use it."""
 
 import copy
 import importlib
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from modules import Halves
 from test_norm_training import KINDS, LAYER, SHAPES, dtypes_on, error, made
 
-DROPS = torch.cuda.is_available()  # on a CPU dropouts are PyTorch's
+DROPS = torch.cuda.is_available()  # on a CPU, PyTorch draws the dropouts
 P = 0.3 if DROPS else 0.0
 
 
@@ -28,10 +28,10 @@ def blocks(fused_mlp):
 
 
 def by_parts(written, x, residual, weight, bias, behind, mask, p, kind):
-    """Result and gradients by operations of torch, given a mask, in the dtype of x."""
+    """The result and its leaves by torch operations in the dtype of x, for a given dropout mask."""
     leaves = [t if t is None else t.detach().requires_grad_() for t in (x, residual, weight, bias, behind)]
     x, residual, weight, bias, behind = leaves
-    dropped = x + 0 * behind  # which is in x already
+    dropped = x + 0 * behind  # x already contains behind
     if mask is not None:
         dropped = torch.ops.aten.native_dropout_backward(dropped, mask, 1 / (1 - p))
     return written(dropped + residual, weight, bias, 1e-6, kind, False), [t for t in leaves if t is not None]
@@ -73,7 +73,7 @@ def test_op_is_no_less_exact_than_torch(ops, norms, written, device, shape, kind
             results.append([y.detach(), *gradients])
         for got, right, by_torch in zip(found[0], *results, strict=True):
             assert got.dtype == by_torch.dtype
-            slack = 1.05 if got.numel() > 1000 else 2.0  # of few numbers the errors of either may be small by chance
+            slack = 1.05 if got.numel() > 1000 else 2.0  # with few numbers, either error may be small by chance
             assert error(got, right) <= max(slack * error(by_torch, right), 6e-7), dtype
 
 
@@ -103,7 +103,7 @@ def test_gradients_of_gradients(blocks, written, device):
 
 
 def test_a_layer_in_front_is_of_the_same_node(blocks, device):
-    """A result that autograd follows has one node behind it, and any subset of its gradients is the whole's."""
+    """The layer in front shares the norm's autograd node, and any subset of gradients has the bits of the full set."""
     leaves = [torch.randn(*shape, device=device).requires_grad_() for shape in SHAPES_OF_LAYER]
     torch.manual_seed(1)
     y = of_layer(blocks, *leaves)
@@ -113,7 +113,7 @@ def test_a_layer_in_front_is_of_the_same_node(blocks, device):
     for place, leaf in enumerate(leaves):
         assert torch.equal(*torch.autograd.grad(y, [leaf], grad, retain_graph=True), expected[place])
     saved = leaves[1].detach().clone()
-    leaves[1].data = torch.zeros_like(saved)  # of what was multiplied
+    leaves[1].data = torch.zeros_like(saved)  # the product used the old values
     assert torch.equal(*torch.autograd.grad(y, leaves[:1], grad), expected[0])
 
 
@@ -136,7 +136,7 @@ def test_bad_operands_are_named(ops, device):
 
 SIZES = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
 TEXT = SIZES | {"vocab_size": 96, "hidden_dropout_prob": P, "attention_probs_dropout_prob": 0.1}
-# Model types, and how many of a model's sums with norms are one op in training.
+# Model types, and the number of sums with norms per model that run as one op in training.
 TYPES = {
     "bert": (lambda: transformers.BertForMaskedLM(transformers.BertConfig(**TEXT)), 4),
     "roberta": (lambda: transformers.RobertaForMaskedLM(transformers.RobertaConfig(**TEXT, pad_token_id=0)), 4),
@@ -155,7 +155,7 @@ PRE_NORM = {
 
 @pytest.fixture
 def counted(fused_mlp, monkeypatch):
-    """Counts the blocks that are recorded: where the norm is in front, and where it is that of a sum."""
+    """Records each block that autograd follows: "block" for a norm in front, "ending" for the norm of a sum."""
     shortcut, found = importlib.import_module(f"{fused_mlp.__name__}.models.running.shortcut"), []
 
     def counting(name, record):
@@ -197,7 +197,7 @@ def step(model, batch, seed=11, autocast=None):
 
 
 def assert_alike(found, expected):
-    """With another mask of a dropout, these would be far apart."""
+    """Gradients are close; with another dropout mask they would be far apart."""
     assert found.keys() == expected.keys()
     for name, right in expected.items():
         torch.testing.assert_close(found[name], right, rtol=2e-4, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}")
@@ -220,7 +220,7 @@ def test_models_train_as_eager_with_the_same_seed(fused_mlp, device, counted, na
     expected = step(plain, batch)
     assert_alike(step(fused, batch), expected)
     assert counted == ["ending" if name in TYPES else "block"] * count
-    for model in (plain, fused):  # a switch to eval mode, where autograd follows as well, and back
+    for model in (plain, fused):  # switch to eval mode with autograd on, and back
         model.eval()
     assert_alike(step(fused, batch), step(plain, batch))
     fused.train()
@@ -250,7 +250,7 @@ def test_frozen_subsets(fused_mlp, device, frozen):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(frozen not in name)
     assert_alike(step(fused, batch), step(plain, batch))
-    for model in (plain, fused):  # and only these trained
+    for model in (plain, fused):  # now train only these
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(frozen in name)
     assert_alike(step(fused, batch), step(plain, batch))

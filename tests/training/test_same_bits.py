@@ -1,4 +1,4 @@
-"""In training mode a fused forward has the same bits whether autograd records it or not, as an unfused one has."""
+"""In training mode a fused forward has the same bits with and without autograd, like an unfused one."""
 
 import copy
 
@@ -19,7 +19,7 @@ DROPOUTS += ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "resid
 def made(name, device, dtype):
     torch.manual_seed(0)
     model, inputs = build(name, device, dtype)
-    model.set_attn_implementation("eager")  # torch's fused one runs other kernels where a bias needs a gradient
+    model.set_attn_implementation("eager")  # torch's fused attention runs other kernels if a bias needs a gradient
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -48,7 +48,7 @@ def test_models(fused_mlp, device, name, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["Llama", "BERT", "GPT-NeoX", "Phi3", "T5 gated"])
 def test_frozen_behind_something_trained(fused_mlp, device, name, dtype):
-    """The input of an MLP whose weights are frozen needs no gradient where nothing is recorded."""
+    """A frozen MLP behind a trained embedding has the same bits without autograd, where its input needs no gradient."""
     model, inputs = made(name, device, dtype)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -60,7 +60,7 @@ def test_frozen_behind_something_trained(fused_mlp, device, name, dtype):
 @pytest.mark.parametrize("rows", [1, 17, 300])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_wide_layers(fused_mlp, device, dtype, rows):
-    """Sizes at which an op is taken in training."""
+    """The bits are equal at sizes at which training uses an op."""
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_hidden_layers": 1}
     torch.manual_seed(0)
     for kind, config in (
@@ -84,7 +84,7 @@ def test_mixtures(fused_mlp, device, dtype, tokens):
 
 
 def test_a_checkpoint_that_is_reentrant(fused_mlp, device):
-    """It recomputes what its forward, which nothing records, has computed."""
+    """A reentrant checkpoint recomputes exactly the values of its forward, which ran without autograd."""
     model, _ = made("Gemma2", device, torch.bfloat16)
     fused_mlp.fuse_mlps(model)
     mlp = model.model.layers[0].mlp
@@ -96,7 +96,7 @@ def test_a_checkpoint_that_is_reentrant(fused_mlp, device):
 
 
 def test_explain_says_so(fused_mlp, device):
-    """It holds in training mode, with autograd off, and not in inference mode."""
+    """explain names the guarantee in training mode with autograd off, but not in inference mode."""
     model, _ = made("Llama", device, torch.bfloat16)
     fused_mlp.fuse_mlps(model)
     for each in (model, model.model.layers[0].mlp):
@@ -126,5 +126,5 @@ def test_no_graph_is_kept_and_eval_is_left_alone(fused_mlp, device):
         assert mlp(x).grad_fn is None
     with torch.inference_mode():
         made_there = torch.randn(5, 32, device=device, dtype=torch.bfloat16)
-    with torch.no_grad():  # where autograd takes none of these
+    with torch.no_grad():  # autograd accepts none of these tensors
         assert mlp(made_there).grad_fn is None

@@ -1,6 +1,6 @@
-"""Every subset of the operands wants gradients: these, what is saved for them, what may change before the backward.
+"""Gradients of every subset of operands: their values, the memory saved for them, and in-place changes before backward.
 
-Eager PyTorch is the measure of all that.
+Eager PyTorch is the reference for all three.
 """
 
 import itertools
@@ -16,7 +16,7 @@ import measure
 import reference
 from safety import assert_close
 
-# The places of the operands of the op.
+# Positions of the operands in the op.
 PLACES = {
     "linear": {"x": 0, "weight": 1, "bias": 4},
     "mlp": {"x": 0, "fc1_weight": 1, "fc2_weight": 3, "fc1_bias": 4, "fc2_bias": 6},
@@ -33,7 +33,7 @@ SIZES = (24, 88, 16)
 
 @pytest.mark.parametrize("trains_norm", [False, True])
 def test_a_block_saves_its_input_for_the_norm_alone(fused_mlp, device, trains_norm):
-    """An operand that no gradient needs may change before the backward, as it may in eager PyTorch."""
+    """An operand that no gradient needs may change in place before the backward, as in eager PyTorch."""
     blocks = sys.modules[f"{fused_mlp.__name__}.autograd.blocks"]
     code = sys.modules[f"{fused_mlp.__name__}.activations"].get_activation("gelu").code
     x, *layers = reference.operands("mlp", (64,), (24, 88, 24), device=device).values()
@@ -96,14 +96,14 @@ def subsets(made):
 
 
 def wanting(made, of):
-    """The operands as a layer in a model has them: fresh, its input and every other one computed, the rest leaves."""
+    """Fresh operands as in a model: the input and every other one are computed, the rest are leaves."""
     leaves = {name: tensor.clone().requires_grad_(name in of) for name, tensor in made.items()}
     computed = {name: leaf * 1 if place % 2 == 0 else leaf for place, (name, leaf) in enumerate(leaves.items())}
     return computed, [computed[name] for name in of]
 
 
 class Saved:
-    """The storages that autograd saves: which operands, and the bytes of all but weights and biases."""
+    """The storages that autograd saves: which operands they hold, and their bytes without weights and biases."""
 
     def __init__(self, made, compute):
         storages = {}
@@ -137,7 +137,7 @@ def test_what_is_saved(fused_mlp, device, kind, biases, memory):
 @biases
 @kinds
 def test_what_is_not_saved_may_change(fused_mlp, device, kind, biases):
-    """Whatever eager does not look at in the backward, which an optimizer or a residual sum may change in place."""
+    """Operands that eager does not save may change in place before the backward, by an optimizer or a residual sum."""
     made = operands(kind, device, biases)
     for of in subsets(made):
         given, wanted = wanting(made, of)
@@ -151,7 +151,7 @@ def test_what_is_not_saved_may_change(fused_mlp, device, kind, biases):
 
 
 class Asked(TorchDispatchMode):
-    """Notes of which gradients a backward computes: their places, by the bits that it is given."""
+    """Records the positions of the gradients that each backward computes, from the bit mask passed to the op."""
 
     def __init__(self):
         super().__init__()
@@ -167,9 +167,9 @@ class Asked(TorchDispatchMode):
 @biases
 @kinds
 def test_one_gradient_of_many(fused_mlp, device, kind, biases, memory):
-    """``autograd.grad`` of one operand, a leaf or not, computes no other gradient, though all want one.
+    """``autograd.grad`` of one operand, a leaf or not, skips the other gradients even if all operands require one.
 
-    Of so many rows that this takes less time than to find it out.
+    There are enough rows that skipping gradients saves more time than finding out which ones are requested.
     """
     made = operands(kind, device, biases, rows=1024, sizes=(32, 88, 48))
     for computed in (False, True):
@@ -189,7 +189,7 @@ def test_one_gradient_of_many(fused_mlp, device, kind, biases, memory):
 
 
 def test_backward_of_some_inputs(fused_mlp, device):
-    """Tensor.backward of some leaves, of a model of two, the one behind the other."""
+    """Tensor.backward(inputs=...) fills only the gradients of the given leaves when two MLPs share them in sequence."""
     made = operands("mlp", device, True, sizes=(24, 88, 24))
     given = {name: tensor.clone().requires_grad_() for name, tensor in made.items()}
 
@@ -213,7 +213,7 @@ def test_backward_of_some_inputs(fused_mlp, device):
 @biases
 @kinds
 def test_gradients_of_gradients(fused_mlp, device, kind, biases, memory):
-    """Gradients of the operands that want one, where others of them are not saved."""
+    """Second derivatives are right for every subset of operands, though the others are not saved."""
     made = operands(kind, device, biases, rows=8)
     for of in subsets(made):
         found = []
@@ -228,7 +228,7 @@ def test_gradients_of_gradients(fused_mlp, device, kind, biases, memory):
 
 
 SIZES_OF_MEMORY = [((24, 88, 16), torch.float32), ((96, 40, 64), torch.float32)]
-if machine.has_tiles():  # without, oneDNN's products take up to 24 KiB more, ours or eager's, by their operands
+if machine.has_tiles():  # otherwise oneDNN's products take up to 24 KiB more by operands, ours and eager's
     SIZES_OF_MEMORY += [((96, 352, 64), torch.bfloat16)]
 
 
@@ -237,7 +237,7 @@ if machine.has_tiles():  # without, oneDNN's products take up to 24 KiB more, ou
 @biases
 @kinds
 def test_memory_of_subsets(fused_mlp, device, kind, biases, memory, sizes, dtype):
-    """Neither what is held between forward and backward nor the most in both is more than eager's."""
+    """Neither the memory kept for the backward nor the peak of forward and backward exceeds eager's."""
     rows = 512 if dtype == torch.float32 else 128
     made = {name: each.to(dtype) for name, each in operands(kind, device, biases, rows=rows, sizes=sizes).items()}
     grad = torch.randn_like(eager(kind, made))
@@ -248,21 +248,21 @@ def test_memory_of_subsets(fused_mlp, device, kind, biases, memory, sizes, dtype
         wanted = [given[name] for name in of]
         found = []
         for compute in (lambda given: call(fused_mlp, kind, given, memory), lambda given: eager(kind, given)):
-            for _ in range(2):  # the first may load something
+            for _ in range(2):  # the first run may load something
                 bytes_of = measure.saved_and_peak(
                     lambda compute=compute, given=given: compute(given),
                     lambda result, wanted=wanted: torch.autograd.grad(result, wanted, grad),
                 )
             found.append(bytes_of)
         (kept, most), (saved, peak) = found
-        slack = 512 * 8 if device.type == "cuda" else 128  # blocks of the allocator
+        slack = 512 * 8 if device.type == "cuda" else 128  # allocator granularity
         assert kept <= saved + slack, of
         assert most <= peak + slack, of
 
 
 @pytest.mark.skipif(machine.device_type() != "cpu", reason="the kernels of a GPU write both")
 def test_peak_of_a_forward_with_relu(fused_mlp, device):
-    """Its values take the place of those before it, as little as eager keeps."""
+    """The forward writes ReLU's values over its inputs, so it keeps no more and peaks no higher than eager."""
     made = operands("mlp", device, True, rows=600, sizes=(24, 88, 16))
     given = {name: tensor.requires_grad_() for name, tensor in made.items()}
 
@@ -272,12 +272,12 @@ def test_peak_of_a_forward_with_relu(fused_mlp, device):
 
     computes = (lambda: call(fused_mlp, "mlp", given, activation="relu"), by_torch)
     found = [measure.saved_and_peak(compute, lambda _: None) for compute in computes * 2]
-    (kept, most), (saved, peak) = found[2:]  # the first may load something
+    (kept, most), (saved, peak) = found[2:]  # the first run may load something
     assert kept <= saved + 128 and most <= peak + 128
 
 
 def test_an_optimizer_between_backwards(fused_mlp, device):
-    """With biases alone trained: forward, forward, backward, step, backward; gradients as eager's."""
+    """An optimizer step between two backwards gives eager's biases when only the biases are trained."""
     made = operands("mlp", device, True)
     found = []
     for compute in (lambda given: call(fused_mlp, "mlp", given), lambda given: eager("mlp", given)):
@@ -293,7 +293,7 @@ def test_an_optimizer_between_backwards(fused_mlp, device):
 
 
 def test_a_residual_sum_in_place(fused_mlp, device):
-    """Around frozen weights: x is changed behind the MLP that it went into; gradients of gradients, too."""
+    """x may be updated in place by the output of an MLP with frozen weights; first and second derivatives are right."""
     made = operands("mlp", device, True, sizes=(24, 88, 24))
     found = []
     for compute in (lambda given: call(fused_mlp, "mlp", given), lambda given: eager("mlp", given)):

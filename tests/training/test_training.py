@@ -1,4 +1,4 @@
-"""The memory that training keeps and takes at most, and real training: fused models follow the unfused loss curve."""
+"""Memory kept and peak memory in training, and real training runs: fused models follow the unfused loss curve."""
 
 import copy
 import importlib
@@ -30,10 +30,10 @@ def leaves(made, of=None):
 
 
 def step(call, made, retain=False):
-    """The result, and the gradients of the operands that want one."""
+    """The result, and the gradients of all operands that require one."""
     result = call(made)
     wanted = [tensor for tensor in made.values() if tensor.requires_grad]
-    random = torch.Generator(result.device).manual_seed(torch.initial_seed() % 2**32)  # the same for who is compared
+    random = torch.Generator(result.device).manual_seed(torch.initial_seed() % 2**32)  # the same for all compared calls
     grad = torch.randn(result.shape, generator=random, device=result.device).to(result.dtype)
     return result.detach(), *torch.autograd.grad(result, wanted, grad, retain_graph=retain)
 
@@ -53,7 +53,7 @@ def test_no_rows(fused_mlp, device, function, memory, dtype):
 @pytest.mark.parametrize("rows, width, hidden", [(512, 32, 128), (16, 128, 512), (64, 96, 48)])
 @functions
 def test_memory(fused_mlp, device, function, rows, width, hidden, of):
-    """The kept values are those that explain names, and never more than eager keeps; nor is the most at any time."""
+    """Kept memory matches explain and, unless x alone is trained, does not exceed eager's; the peak never does."""
     made = leaves(operands(function, (rows,), (width, hidden, width), device=device), of)
     if not any(tensor.requires_grad for tensor in made.values()):
         pytest.skip("no such operand")
@@ -65,7 +65,7 @@ def test_memory(fused_mlp, device, function, rows, width, hidden, of):
         def backward(result):
             torch.autograd.grad(result, wanted, grad)
 
-        for _ in range(2):  # the first may load something
+        for _ in range(2):  # the first run may load something
             found = measure.saved_and_peak(lambda: call(made), backward)
         return found
 
@@ -73,7 +73,7 @@ def test_memory(fused_mlp, device, function, rows, width, hidden, of):
     for memory in MEMORY:
         call = getattr(fused_mlp, function)
         kept, most = bytes_of(lambda made, memory=memory, call=call: call(**made, activation="silu", memory=memory))
-        slack = 512 * 8 if device.type == "cuda" else 64  # blocks of the allocator
+        slack = 512 * 8 if device.type == "cuda" else 64  # allocator granularity
         (part,) = fused_mlp.explain(call, **made, memory=memory).parts
         assert part.bytes <= kept <= part.bytes + slack
         assert most <= peak + slack
@@ -89,7 +89,7 @@ def test_memory(fused_mlp, device, function, rows, width, hidden, of):
 @memories
 @functions
 def test_gradients_of_strided_operands_in_poisoned_memory(fused_mlp, device, function, memory, dtype, biases):
-    """Odd sizes, weights of Conv1D, an input with gaps; the same bits again, and where the graph is kept."""
+    """Odd sizes, Conv1D weights and strided x give right gradients, bitwise the same again and with a kept graph."""
     made = leaves(operands(function, (3, 37), (33, 47, 21), dtype=dtype, device=device, biases=biases))
     made["x"] = torch.stack([made["x"].detach()] * 2, dim=2)[:, :, 0].requires_grad_()
     for name in [name for name in made if name.endswith("weight")]:
@@ -116,9 +116,9 @@ def test_gradients_of_strided_operands_in_poisoned_memory(fused_mlp, device, fun
 @pytest.mark.parametrize("sizes", [(45, 77, 39), (64, 96, 32), (130, 257, 66)], ids=str)
 @pytest.mark.parametrize("function", [*FUNCTIONS, *(["linear"] if machine.device_type() == "cpu" else [])])
 def test_gradients_by_number_of_rows(fused_mlp, device, function, sizes, dtype):
-    """As many as a kernel of a CPU has at once, in a panel and in a pass, and one more or less.
+    """Gradients are right at row counts around the tile, panel and pass sizes of the CPU kernels.
 
-    With few rows, the roundings of few gradients before the activation are those of all elements of a weight's.
+    With few rows, every element of a weight's gradient shares the roundings of few gradients before the activation.
     """
     for rows in (1, 2, 3, 7, 8, 9, 12, 13, 20, 21, 24, 31, 32, 63, 64, 65, 129, 257, 300):
         made = leaves(operands(function, (rows,), sizes, dtype=dtype, device=device))
@@ -137,7 +137,7 @@ def test_gradients_by_number_of_rows(fused_mlp, device, function, sizes, dtype):
     "rows, sizes", [(1, (40, 72, 8)), (1300, (33, 47, 21)), (5003, (16, 264, 40)), (70001, (8, 9, 8))]
 )
 def test_gradients_of_biases(fused_mlp, device, rows, sizes, dtype):
-    """Few rows, and so many that a GPU sums them in parts; of a gradient with gaps, and of one row for all."""
+    """Bias gradients are right for few rows, rows that a GPU sums in parts, strided and expanded gradients."""
     made = leaves(operands("mlp", (rows,), sizes, dtype=dtype, device=device), ("fc1_bias", "fc2_bias"))
     wide = leaves({name: tensor.double() for name, tensor in made.items()}, ("fc1_bias", "fc2_bias"))
     with_gaps = torch.randn(rows, sizes[2] + 3, device=device).to(dtype)[:, 3:]
@@ -162,7 +162,7 @@ def test_gradients_of_biases(fused_mlp, device, rows, sizes, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @memories
 def test_gradients_of_a_packed_weight(fused_mlp, device, kind, memory, dtype, biases):
-    """Odd sizes, an input with gaps; the same bits again and where the graph is kept, each parameter trained alone."""
+    """Packed weights give right gradients, the same bits again, with a kept graph and for each parameter alone."""
     module = kind(bias=biases, sizes=(33, 47, 21)).to(device, dtype)
     wide, fused = copy.deepcopy(module).double(), copy.deepcopy(module)
     assert [each.pattern for each in fused_mlp.fuse_mlps(fused, memory=memory).fused] == [
@@ -186,13 +186,13 @@ def test_gradients_of_a_packed_weight(fused_mlp, device, kind, memory, dtype, bi
         assert_no_worse_than_eager(*three, name, roundings=ROUNDINGS["gated_mlp"])
     for gradient, (name, (_, gradient_alone)) in zip(found[1:], alone.items(), strict=True):
         error, tolerance = (gradient_alone - gradient).float().norm(), 4 * torch.finfo(dtype).eps
-        assert error <= tolerance * gradient.float().norm(), name  # the hidden values may be rounded in another place
+        assert error <= tolerance * gradient.float().norm(), name  # the hidden values may be rounded elsewhere
 
 
 @pytest.mark.parametrize("of", ["all", "hidden_states", "gate_up_proj.weight", "down_proj.weight"])
 @pytest.mark.parametrize("rows, width, hidden", [(512, 32, 128), (16, 128, 512)])
 def test_memory_of_a_packed_weight(fused_mlp, device, rows, width, hidden, of):
-    """Gate and up are kept, or nothing; the most at any time is never more than eager's."""
+    """A packed MLP keeps gate and up or nothing, and its peak never exceeds eager's."""
     module = PackedGated(sizes=(width, hidden, width)).to(device)
     x, grad = (torch.randn(rows, width, device=device) for _ in range(2))
     named = {"hidden_states": x, **dict(module.named_parameters())}
@@ -201,7 +201,7 @@ def test_memory_of_a_packed_weight(fused_mlp, device, rows, width, hidden, of):
     wanted = [tensor for tensor in named.values() if tensor.requires_grad]
 
     def bytes_of(each):
-        for _ in range(2):  # the first may load something
+        for _ in range(2):  # the first run may load something
             found = measure.saved_and_peak(lambda: each(x), lambda result: torch.autograd.grad(result, wanted, grad))
         return found
 
@@ -222,7 +222,7 @@ def test_memory_of_a_packed_weight(fused_mlp, device, rows, width, hidden, of):
 @pytest.mark.parametrize("lead", [(5,), (1,), (2, 3), (1, 5), (5, 1), (1, 1, 2)], ids=str)
 @functions
 def test_layout_of_the_gradient_of_x(fused_mlp, device, function, lead, frozen):
-    """It is autograd's, for x in every order of its dimensions, and the op's fake kernel knows it."""
+    """The gradient of x has autograd's layout for every order of x's dimensions, and the op's fake kernel agrees."""
     made = operands(function, lead, (8, 3, 4), device=device)
     ops = importlib.import_module(f"{fused_mlp.__name__}._ops").ops
     for order in itertools.permutations(range(len(lead) + 1)):
@@ -249,16 +249,16 @@ def test_layout_of_the_gradient_of_x(fused_mlp, device, function, lead, frozen):
 
 @functions
 def test_gradients_enabled_in_inference_mode(fused_mlp, device, function):
-    """Nothing is recorded there, so nothing is kept for a backward."""
+    """Inference mode records nothing even if gradients are enabled, so nothing is kept for a backward."""
     made = leaves(operands(function, device=device), {"gate_weight", "fc1_weight"})
     with torch.inference_mode():
-        made["x"] = made["x"] + 0  # a tensor that cannot be kept
+        made["x"] = made["x"] + 0  # autograd cannot save this tensor
         for cast in (False, True):
             with torch.enable_grad(), torch.autocast(device.type, torch.bfloat16, enabled=cast):
                 result = getattr(fused_mlp, function)(**made, activation="silu")
                 eager = reference.eager(function, made, "silu")
             assert result.dtype == eager.dtype and not result.requires_grad
-            bounds = {"atol": 0.05, "rtol": 0.05} if cast else {}  # roundings of bfloat16, of results of order one
+            bounds = {"atol": 0.05, "rtol": 0.05} if cast else {}  # bfloat16 rounding of results of order one
             torch.testing.assert_close(result, eager, **bounds)
 
 
@@ -266,9 +266,9 @@ def test_gradients_enabled_in_inference_mode(fused_mlp, device, function):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("act, activation, count", [(nn.GELU, "gelu", 480), (nn.ReLU, "relu", 480 // 64)], ids=str)
 def test_few_hidden_values_on_a_cpu(fused_mlp, monkeypatch, act, activation, count, dtype):
-    """Below a bound torch's functions train a plain MLP, and explain says so; from it on, or to save memory, an op.
+    """Below a bound, torch functions train a plain MLP and explain says so; an op does from it on or to save memory.
 
-    A ReLU costs torch so little that the bound is much higher.
+    A ReLU costs torch so little that its bound is much higher.
     """
     least = sys.modules[f"{fused_mlp.__name__}.dispatch"].LEAST_RECORDED[dtype]
     module, x = Plain(act, sizes=(32, 48, 24)).to(dtype), torch.randn(2, 5, 32, dtype=dtype, requires_grad=True)
@@ -288,7 +288,7 @@ def test_few_hidden_values_on_a_cpu(fused_mlp, monkeypatch, act, activation, cou
 
 @pytest.mark.parametrize("trained, written", [("fc1", True), ("", False)])
 def test_a_little_mlp_whose_input_needs_no_gradient(fused_mlp, device, monkeypatch, trained, written):
-    """It runs as written, wherever its parameters stand, if they are trained."""
+    """A small MLP whose input needs no gradient runs as written only if a parameter, in any submodule, is trained."""
     plain = sys.modules[f"{fused_mlp.__name__}.models.running.shortcut"].plain
     module, x = nn.Sequential(Plain()).to(device), torch.randn(2, 32, device=device)
     for name, parameter in module.named_parameters():
@@ -313,7 +313,7 @@ def test_few_hidden_values_of_gated_mlps_on_a_cpu(fused_mlp, monkeypatch, kind):
     elements = 2 * 5 * (96 if kind is PackedGated else 48)
     for bound, is_op in ((elements, True), (elements + 1, False)):
         monkeypatch.setitem(least, "gated_mlp", bound)
-        for _ in range(2):  # at the second call the activation is known
+        for _ in range(2):  # the second call knows the activation
             result = fused(x)
             assert hasattr(result.grad_fn, "own") == is_op
         given, parameters = (x, *fused.parameters()), (x, *module.parameters())
@@ -324,7 +324,7 @@ def test_few_hidden_values_of_gated_mlps_on_a_cpu(fused_mlp, monkeypatch, kind):
 
 @pytest.mark.parametrize("kind", [Gated, PackedGated, Plain])
 def test_integers_under_autocast(fused_mlp, device, kind):
-    """They are not cast, and so no input of a product."""
+    """Autocast does not cast integers, so an integer input fails."""
     module = kind().to(device)
     assert fused_mlp.fuse_mlps(module).fused
     with torch.autocast(device.type, torch.bfloat16), pytest.raises((RuntimeError, TypeError)):
@@ -333,13 +333,13 @@ def test_integers_under_autocast(fused_mlp, device, kind):
 
 @memories
 def test_what_somebody_holds_is_not_overwritten(fused_mlp, device, memory):
-    """Backward twice, saved tensors in somebody's hands, a result changed in place, a weight used twice."""
+    """A backward never overwrites saved tensors or results that the caller holds, also with a weight used twice."""
     made = leaves(operands("gated_mlp", sizes=(32, 48, 32), device=device))
     made["up_weight"] = made["gate_weight"]
 
     def gradients(call, **options):
         result = call()
-        result += 1  # fails for a view that a function returns
+        result += 1  # fails if the function returns a view
         return torch.autograd.grad(result.square().sum(), [made["x"], made["gate_weight"]], **options)
 
     def call():
@@ -359,7 +359,7 @@ def test_what_somebody_holds_is_not_overwritten(fused_mlp, device, memory):
     assert_close(gradients(lambda: checkpoint(call, use_reentrant=False)), expected)
     with torch.autograd.graph.save_on_cpu():
         assert_close(gradients(call), expected)
-    first = gradients(call, create_graph=True)  # a tied weight, differentiated twice
+    first = gradients(call, create_graph=True)  # a tied weight in second derivatives
     found = torch.autograd.grad(sum(each.square().sum() for each in first), [made["gate_weight"]])
     first = gradients(lambda: reference.eager("gated_mlp", made, "silu"), create_graph=True)
     assert_close(found, torch.autograd.grad(sum(each.square().sum() for each in first), [made["gate_weight"]]))
@@ -369,7 +369,7 @@ def test_what_somebody_holds_is_not_overwritten(fused_mlp, device, memory):
 @memories
 @functions
 def test_autocast_of_weights(fused_mlp, device, function, memory, kept_in):
-    """One op on cast operands, gradients in the dtype of each operand, errors as eager's under autocast."""
+    """Under autocast one op runs on cast operands, with gradients in each operand's dtype and eager's accuracy."""
     made = leaves({name: t if name == "x" else t.to(kept_in) for name, t in operands(function, device=device).items()})
 
     def autocast(call):
@@ -395,7 +395,7 @@ def test_autocast_of_weights(fused_mlp, device, function, memory, kept_in):
 @pytest.mark.parametrize("kind", [Gated, PackedGated, Plain])
 @memories
 def test_weights_are_cast_once(fused_mlp, device, kind, memory):
-    """Under autocast, in a step of two MLPs with the same weights; their gradients are eager's."""
+    """Under autocast, MLPs with shared weights cast each once per step, as eager does, with eager's gradients."""
     model = Blocks(kind).to(device)
     for name, part in model.mlps[0].named_children():
         setattr(model.mlps[1], name, part)
@@ -413,13 +413,13 @@ def test_weights_are_cast_once(fused_mlp, device, kind, memory):
 
     (cast_by_eager, eager), _ = outcome(), fused_mlp.fuse_mlps(model, memory=memory)
     cast, found = outcome()
-    assert cast == cast_by_eager == 2 * len(shapes)  # and the gradient of each once
+    assert cast == cast_by_eager == 2 * len(shapes)  # once for the weight, once for its gradient
     assert_close(found, eager, tolerance=3e-2)
 
 
 @pytest.mark.parametrize("kind", [Gated, PackedGated, Plain])
 def test_memory_of_a_model(fused_mlp, device, kind):
-    """fuse_mlps(memory=...) chooses for the modules, fused before or not; what it does not know changes nothing."""
+    """fuse_mlps(memory=...) applies to new and already fused modules; an unknown value changes nothing."""
     model = Blocks(kind).to(device)
     fused = copy.deepcopy(model)
     x = torch.randn(64, 32, device=device, requires_grad=True)
@@ -450,14 +450,14 @@ def test_memory_of_a_model(fused_mlp, device, kind):
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_memory_of_a_model_with_checkpointing(fused_mlp, device, use_reentrant):
-    """transformers' checkpoints, each a layer: what is saved is theirs, the most at any time is not more, nor other."""
+    """With transformers' checkpoint per layer, saved bytes and peak do not grow, and gradients stay the same."""
     model, _ = llama(device, intermediate_size=256)
     model.train().gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     fused, ids = copy.deepcopy(model), torch.randint(3, 64, (2, 128), device=device)
     assert fused_mlp.fuse_mlps(fused, memory="recompute").fused
     found = []
     for each in (model, fused):
-        for _ in range(2):  # the first may load something
+        for _ in range(2):  # the first run may load something
             each.zero_grad()
             bytes_of = measure.saved_and_peak(
                 lambda each=each: each(input_ids=ids, labels=ids).loss, torch.Tensor.backward
@@ -469,7 +469,7 @@ def test_memory_of_a_model_with_checkpointing(fused_mlp, device, use_reentrant):
 
 
 def losses(model, ids, steps=4, accumulate=1, autocast=None, scaler=None):
-    """The losses of a few steps of training on the same batch."""
+    """The losses of a few training steps on the same batch."""
     optimizer, seen = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05), []
     model.train()
     torch.manual_seed(0)
@@ -500,7 +500,7 @@ def test_a_loop_follows_the_unfused_losses(fused_mlp, device, setting, memory):
     model, ids = llama(device)
     fused = copy.deepcopy(model)
     assert fused_mlp.fuse_mlps(fused, memory=memory).fused
-    for candidate in (model, fused):  # a frozen part, and one tied to another
+    for candidate in (model, fused):  # one frozen weight, one tied weight
         candidate.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
         candidate.model.layers[1].mlp.gate_proj.weight = candidate.model.layers[0].mlp.gate_proj.weight
     expected, found = (losses(each, ids, **SETTINGS[setting]) for each in (model, fused))
@@ -521,7 +521,7 @@ def test_gradient_scaler(fused_mlp, device):
 
 @pytest.mark.parametrize("way, use_reentrant", [("fuse_mlps", True), ("kernelize", False)])
 def test_trainer_with_checkpointing(fused_mlp, device, way, use_reentrant, tmp_path):
-    """transformers.Trainer with accumulation and both kinds of gradient checkpointing, fused in either way."""
+    """transformers.Trainer with accumulation and either gradient checkpointing has the same losses for fused models."""
     model, ids = llama(device)
     fused = fuse(fused_mlp, way, copy.deepcopy(model))
     options = {"max_steps": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
