@@ -159,9 +159,7 @@ def test_shapes(fused_mlp, device, tokens, k, experts, sizes, block, dtype, form
 @hopper
 @pytest.mark.parametrize("outputs", [8, 64, 104, 264])
 def test_the_same_bits_beside_other_work(fused_mlp, device, outputs):
-    """Results are stored through shared memory that is reused; it is never overwritten before it was read, however
-    late.
-    """
+    """The memory through which results are stored is not reused before it was read, however late that is."""
     made = drawn(300, 2, 3, (448, 384, outputs), dtype=torch.bfloat16, device=device, biases=False)
     given, result = check(fused_mlp, made, "fp8")
     busy = torch.empty(2, 1 << 28, dtype=torch.uint8, device=device)
