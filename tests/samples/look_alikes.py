@@ -6,8 +6,8 @@ from torch import nn
 
 from modules import Gated, Intermediate, PackedGated, Plain
 
-# Another function of the same parts. Behind each: what of it may be fused, as the report names it; None if nothing.
-# By name: the class that it is one of, that, and its forward, of x.
+# Other functions of the same parts, each with what the report may name as fused in it, or None.
+# By name: its parent class, the fused part, and its forward, a function of x.
 WRITTEN = {
     "a residual": ("Gated", "gated", "return x + self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"),
     "a scaled parent": ("Gated", None, "return 1.05 * super().forward(x)"),
