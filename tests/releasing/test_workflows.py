@@ -279,7 +279,7 @@ def test_the_first_run_on_a_card(gpu):
     assert done.returncode == 0 and "withheld: " in done.stdout and "{8, 9, true},  // a card" in done.stdout
     assert calls.index("python tools/tune.py --withhold") < calls.index("make build")
     assert len([call for call in calls if "bench/withheld/" in call]) == 6
-    for failing in ("*bench/*/linear*", "*bench/chosen/linear*|*--withhold*"):  # withheld figures too; the withholding
+    for failing in ("*bench/*/linear*", "*bench/chosen/linear*|*--withhold*"):  # both figures fail; withholding fails
         done, _ = gpu(failing)
         assert done.returncode == 1 and gpu_job.FIGURES in done.stdout
     done, calls = gpu("*bench/chosen/linear*", STAGED="a" * 40)
