@@ -206,7 +206,7 @@ def test_variant_is_laid_out_for_the_loader(backend, request):
     ],
 )
 def test_which_build_is_loaded(tmp_path, monkeypatch, cuda, gpu, metal, machine, loaded):
-    """Without a GPU that has a variant, the CPU variant is loaded to try a release; a Mac's GPU has none."""
+    """Without a GPU, or with a Mac's, the build to load is the CPU variant of a fetched release."""
     for name in ("cpu-x86_64-linux", "cpu-aarch64-linux", "cpu-aarch64-darwin", "cu130-x86_64-linux"):
         (tmp_path / f"torch-stable-abi211-{name}").mkdir()
     monkeypatch.setattr(project, "BUILD", tmp_path)

@@ -129,7 +129,7 @@ ACTIVATION = {
     ),
 }
 
-# The product of a gated layer, at most `cap`.
+# Caps the product of a gated layer at `cap`.
 USE = replaced("GluEpilogue<", "CappedEpilogue<")
 EPILOGUE = {
     ("cuda/gemm/epilogue.cuh", "GluEpilogue"): in_turn(

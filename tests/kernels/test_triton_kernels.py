@@ -75,7 +75,7 @@ def test_activations_and_dtypes(forced, device, function, activation, dtype):
 
 LEADS = [(), (1,), (17,), (2, 3, 5), (259,)]
 SIZES = [(1, 1, 1), (7, 13, 5), (131, 61, 3), (64, 96, 40), (48, 257, 8)]
-# All pairs on a GPU; interpreted, every one of each meets two of the others.
+# All pairs on a GPU; when interpreted, each entry of one list is paired with two of the other.
 STEPS = (0, 2) if INTERPRETED else range(len(SIZES))
 SHAPES = [(lead, SIZES[(place + step) % len(SIZES)]) for place, lead in enumerate(LEADS) for step in STEPS]
 
@@ -305,7 +305,7 @@ def expert_calls_as_an_op(forced, device):
     assert torch.equal(ops.triton_experts_mlp(*sample), ops.triton_experts_mlp(*sample))
 
 
-# Ways to be called
+# Ways to call
 
 
 @functions

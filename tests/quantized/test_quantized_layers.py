@@ -219,7 +219,7 @@ def of_another_block(layer):
 CHANGES = {"hook": (hook, False), "other values": (of_another, True), "decoded": (decoded, False)}
 OF_FP8_LINEAR = {"static": (static, False), "powers": (of_powers, True), "another block": (of_another_block, False)}
 CASES = [(kind, change) for kind in MOST_KINDS for change in CHANGES]
-CASES.remove(("compressed-tensors fp8", "decoded"))  # fails by itself
+CASES.remove(("compressed-tensors fp8", "decoded"))  # the unfused model fails
 CASES += [("fp8 in blocks", change) for change in OF_FP8_LINEAR]
 
 

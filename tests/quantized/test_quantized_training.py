@@ -152,7 +152,7 @@ def test_few_rows_are_left(fused_mlp, device, ops):
     assert ops == BOTH_WAYS
 
 
-@pytest.mark.parametrize("kind", TRAINED[1:])  # bitsandbytes' own fails
+@pytest.mark.parametrize("kind", TRAINED[1:])  # bitsandbytes' own layer fails
 def test_a_trained_bias_is_left(fused_mlp, device, ops, kind):
     model, fused, _, inputs = pair(fused_mlp, device, kind)
     alike(lambda each: each.model.layers[0].mlp.gate_proj.bias.requires_grad_(True), model, fused)

@@ -138,7 +138,7 @@ class Intermediate(nn.Module):
 
 
 class Output(nn.Module):
-    """The second half of BERT's MLP, and what comes after it."""
+    """The second half of BERT's MLP, with the dropout, residual sum and norm after it."""
 
     def __init__(self, sizes=(88, 32)):
         super().__init__()

@@ -74,7 +74,7 @@ FORMULAS = {
 ACTIVATIONS = tuple(name for name in FORMULAS if name is not None)
 
 
-# The functions of the package for any `act`; they run in the dtype of their operands.
+# The package's functions for any `act`; they compute in the dtype of their operands.
 
 
 def act_and_mul(act, gate, up):

@@ -28,7 +28,7 @@ class Entry:
     path: str
     id: str  # git's
     size: int
-    lfs: str | None = None  # the SHA-256 of a big file
+    lfs: str | None = None  # a big file's SHA-256
 
     @property
     def etag(self) -> str:
