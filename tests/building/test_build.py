@@ -80,7 +80,7 @@ GPUS = [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 1), (10, 3), (11, 
 
 @pytest.mark.parametrize("cuda", KNOWN)
 def test_every_variant_takes_every_gpu_since_ampere(cuda, fused_mlp, monkeypatch):
-    """The loader and the package accept every GPU since Ampere. Hopper gets its own code, the oldest toolkit's variant
+    """The loader and the package accept all GPUs since Ampere. Hopper has its own code, the oldest toolkit's variant
     PTX.
     """
     archs = plan.variant("cuda", toolchain.Nvcc("nvcc", cuda, frozenset(KNOWN[cuda]))).archs

@@ -123,9 +123,7 @@ def test_the_package_chooses_what_was_fitted(model, tmp_path):
 
 
 def test_every_tiled_kernel_has_been_timed():
-    """Every tiled kernel in kernels.def has constants, or it would never be chosen. Training kernels have their own
-    file.
-    """
+    """All tiled kernels in kernels.def have constants, or are never chosen. Training kernels have their own file."""
     row = r"\{MainLoop::kTiled, Product::k(\w+), (\d+), (\d+), Schedule::k(\w+), (\d+)\}"
     listed = {kernel[1:] for kernel in gemm_kernels.entries() if kernel[0] == "tiled"}
     for file, training in (("tuning.h", False), ("training_times.h", True)):

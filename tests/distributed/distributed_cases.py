@@ -103,9 +103,7 @@ def wrapped(setting, way, when, model, wrap):
 
 
 def tensor_parallel(setting, way, when, kind, local):
-    """Weights are DTensors; between their products the pointwise part is fused, on local shards if the layers return
-    those.
-    """
+    """Weights are DTensors; between products the pointwise part is fused, on local shards if layers return those."""
 
     def wrap(model):
         for mlp in model.mlps:
@@ -240,9 +238,7 @@ def tp_plan(setting, way):
 
 
 def ep_plan(setting):
-    """Under transformers' expert parallelism every process has its own experts, computed by the registered
-    implementation.
-    """
+    """Under transformers' expert parallelism, the registered implementation computes each process's own experts."""
     model = mixtures.build("qwen3_moe").to(setting.device)
     ids = torch.randint(3, 30, (2, 9), generator=torch.Generator().manual_seed(0)).to(setting.device)
     folder = saved(setting, model)

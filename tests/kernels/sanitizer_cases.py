@@ -183,9 +183,7 @@ def training(fused_mlp, by_cublas: bool = False) -> Iterator[tuple[str, Callable
 
 
 def biases(native) -> int:
-    """Computes bias gradients, by vectors and by elements, with enough rows to sum in parts; returns the number of
-    calls.
-    """
+    """Computes bias gradients, by vectors and by elements, with enough rows to sum in parts; returns the call count."""
     cases = list(itertools.product(((2100, 24, 40), (3100, 21, 33)), DTYPES))
     for (rows, n_in, features), dtype in cases:
         print(f"gradient of a bias: {rows}, {features}, {dtype}", flush=True)
@@ -290,9 +288,7 @@ def grouped(fused_mlp, architecture: str) -> int:
 
 
 def trained_experts(ops, fused_mlp) -> int:
-    """Trains experts on each architecture: few, many and no rows per expert, tails of features; returns the number of
-    calls.
-    """
+    """Trains experts on each architecture: few, many and no rows per expert, feature tails; returns the call count."""
     found = [each for each in gemm_kernels.ARCHITECTURES if gemm_kernels.runs_on(each, CAPABILITY)]
     calls = 0
     for architecture in found:
@@ -437,9 +433,7 @@ def norms(ops) -> int:
 
 
 def attentions(ops) -> int:
-    """Runs projections of one input and rotary embeddings both ways, by vectors and elements; returns the number of
-    calls.
-    """
+    """Runs projections of one input and rotary embeddings both ways, by vector and element; returns the call count."""
     heads, layers = (
         ((3, 4, 2, 9, 64), (1, 3, 1, 70, 6), (2, 40, 8, 5, 128)),
         ((70, 40, (72, 24, 8)), (5, 33, (9, 17, 3))),
@@ -515,9 +509,7 @@ def quantized_weight(fused_mlp, kind: str, n: int, k: int):
 
 
 def quantized(fused_mlp) -> int:
-    """Runs quantised weights: few rows streamed, more tiled, many decoded or rounded to FP8; returns the number of
-    calls.
-    """
+    """Runs quantised weights: few rows streamed, more tiled, many decoded or rounded to FP8; returns the call count."""
     rows, shapes = (1, 7, 16, 30, 33, 100, 300, 600), ((128, 320), (576, 64))
     cases = list(itertools.product(rows, shapes, DTYPES, QUANTIZED))
     for rows, (width, hidden), dtype, kind in cases:

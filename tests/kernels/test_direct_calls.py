@@ -232,9 +232,7 @@ def test_negative_bits(fused_mlp, ops, kind):
 
 @pytest.mark.parametrize("place", [0, 1, 2, 3, 4, 6, 8, 9, 12, 13])
 def test_each_tensor_is_asked_for_its_negative_bit(fused_mlp, place):
-    """A negative bit on input, a weight, a bias, the residual, or a norm's weight or bias makes the direct call
-    decline.
-    """
+    """A negative bit on input, weight, bias, residual, or a norm's weight or bias makes the direct call decline."""
     shortcut = importlib.import_module(f"{fused_mlp.__name__}.models.running.shortcut")
     vectors = [x_of(64) for _ in range(5)]
     layers = x_of(192, 64), x_of(64, 192), x_of(192), vectors[0], 4

@@ -58,9 +58,7 @@ def test_on_the_current_stream(fused_mlp, device, implementation, function):
 @pytest.mark.parametrize("rows", [8, 1024])
 @functions
 def test_first_in_a_thread(fused_mlp, device, function, rows):
-    """A thread's first call works, though no GPU context is current before the thread calls the runtime, as in
-    autograd's.
-    """
+    """A thread's first call works without a current GPU context, like that of autograd's thread when it starts."""
     made = operands(function, (rows,), (256, 512, 256), dtype=torch.bfloat16, device=device)
     with ThreadPoolExecutor(1) as pool:
         result = pool.submit(call, fused_mlp, function, made).result()

@@ -68,8 +68,8 @@ def assert_right(function, made, found):
 @functions
 @forced
 def test_gradients(fused_mlp, device, function, dtype):
-    """Gradients are right for random shapes with tails, in memory full of NaNs, kept or recomputed, with and without
-    biases.
+    """Gradients are right for random shapes with tails, in memory full of NaNs, kept or recomputed, with or without
+    bias.
     """
     rng = random.Random(torch.initial_seed())
     for activation, biases in itertools.product(ACTIVATIONS, (True, False)):
@@ -138,9 +138,7 @@ def test_the_kernels_run(fused_mlp, device, architecture, function):
 @half_dtypes
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_the_input_gradient_of_some_layers(fused_mlp, device, architecture, count, dtype):
-    """Products of equal k are summed in one kernel and rounded once; on sm_80 only two products. Unequal k uses no
-    kernel.
-    """
+    """Products of equal k are summed in one kernel, rounded once; on sm_80 only two. Unequal k uses no kernel."""
     native, nothing = importlib.import_module(f"{fused_mlp.__name__}.backends.native"), [None] * (3 - count)
     for rows, sizes, width in ((1, [8] * 3, 8), (129, [72] * 3, 136), (3001, [264] * 3, 520), (129, [72, 40, 8], 64)):
         grads = [torch.randn(rows, out, device=device).to(dtype) for out in sizes[:count]]

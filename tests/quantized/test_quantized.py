@@ -122,9 +122,7 @@ def of_integers(kernel, weight, format, group=None):
 
 
 def test_int8_of_bitsandbytes(fused_mlp, device):
-    """Int8 weights decode from a layer before its first call, or from their scales; after the call only the layer has
-    them.
-    """
+    """Int8 weights decode from a layer before its first call, which moves them to the layer, or from their scales."""
     layer = bnb.nn.Linear8bitLt(96, 64, bias=False, has_fp16_weights=False).to(device)
     weight, scales = layer.weight.CB, layer.weight.SCB
     wanted = bnb.functional.int8_vectorwise_dequant(weight, scales)

@@ -50,16 +50,12 @@ def forced(fused_mlp):
 
 @pytest.fixture
 def ops(fused_mlp, monkeypatch, dispatched):
-    """Records the calls of ops on quantised weights, as `counted` names them; test_quantized_guards.py covers compiled
-    code.
-    """
+    """Records op calls on quantised weights, as `counted` names them; test_quantized_guards.py covers compiled code."""
     return counted(fused_mlp, monkeypatch)
 
 
 def counted(fused_mlp, monkeypatch):
-    """Returns a list that records op calls: "packed" if weights are read as they are, "forward" and "backward" if
-    decoded.
-    """
+    """A list of all later op calls: "packed" if weights are read as they are, "forward" and "backward" if decoded."""
     adapters, quantized = (sys.modules[f"{fused_mlp.__name__}.{name}"] for name in ("adapters", "quantized.weights"))
     called, run, over_packed = [], quantized.run, adapters._over_packed
 
@@ -431,9 +427,7 @@ def test_quantised_after(fused_mlp, device, ops, kind):
 
 
 def test_verification_leaves_weights_alone(fused_mlp, device):
-    """Verification keeps weights unchanged, though on a CPU a four-bit layer repacks its weight when called in eval
-    mode.
-    """
+    """Verification keeps weights unchanged, though on a CPU a four-bit layer repacks its weight when called in eval."""
     model, _ = build("Llama", device)
     model.eval()
     weights = [(layer.weight.data.clone(), layer.weight.quant_state) for layer in layers_in(model)]

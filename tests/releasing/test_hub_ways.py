@@ -56,9 +56,7 @@ replaced = pytest.mark.parametrize(("name", "replaced", "layer"), REPLACED, ids=
 
 @pytest.fixture(autouse=True)
 def transformers_as_it_was(monkeypatch, fused_mlp):
-    """Undoes transformers' process-wide registration of KernelConfig kernels, and lets a KernelConfig run on any
-    device.
-    """
+    """Undoes the process-wide registration of KernelConfig kernels, and lets a KernelConfig run on any device."""
     monkeypatch.setattr(monkey_patching, "_monkey_patch_mapping_cache", {})
     monkeypatch.setattr(
         conversion_mapping,

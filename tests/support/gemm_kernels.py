@@ -75,9 +75,7 @@ def any_forced() -> bool:
 
 @contextlib.contextmanager
 def forced(fused_mlp, architecture: str, kernel: int = -1) -> Iterator[None]:
-    """Forces an architecture's GEMMs for all that they can compute (cuda/gemm/choice/choice.cpp), or one kernel of
-    them.
-    """
+    """Forces an architecture's GEMMs, or one of them, for all that they can compute: cuda/gemm/choice/choice.cpp."""
     force = library(fused_mlp).fused_mlp_force_gemms
     count = force(architecture.encode(), kernel)
     assert count == len(entries(architecture)), f"{architecture} has {count} kernels, or no kernel {kernel}"
