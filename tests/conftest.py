@@ -1,5 +1,6 @@
-"""kernel-builder's ci-test has the tests and what ships, and none of the tools that the suite stands on: there,
-test_kernels_ci.py runs alone."""
+"""kernel-builder's ci-test has the tests and the shipped files but not the tools that the suite needs; there, only
+test_kernels_ci.py runs.
+"""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
-"""The tests that kernel-builder runs on every variant (`nix run .#ci-test`), and a release on what it has uploaded.
+"""The tests that kernel-builder runs on every variant (`nix run .#ci-test`), and a release on its uploaded variants.
 
-This file stands alone: beside torch, kernels and pytest it needs nothing but the build.toml of the repository.
+This file stands alone: besides torch, kernels and pytest it needs only the build.toml of the repository.
 """
 
 import os
@@ -28,14 +28,14 @@ def kernel():
 
 @pytest.fixture(scope="module")
 def backend(kernel) -> str:
-    """The variant's backend: "cuda", "cpu", and "rocm" or "xpu" where it holds the Triton kernels alone."""
+    """The variant's backend: "cuda", "cpu", or "rocm" or "xpu" if it holds only the Triton kernels."""
     (loaded,) = [loaded for loaded in get_loaded_kernels() if loaded.module is kernel]
     return str(loaded.metadata.backend.backend_type)
 
 
 @pytest.fixture(scope="module")
 def device(kernel, backend) -> Iterator[str]:
-    """The device of the variant's kernels: Triton's where it has no compiled ops."""
+    """The device of the variant's kernels; without compiled ops, Triton's."""
     device = "cpu" if INTERPRETED else {"rocm": "cuda"}.get(backend, backend)
     if device != "cpu" and not torch.get_device_module(device).is_available():
         pytest.skip(f"a variant for {backend}, and no GPU")
@@ -53,7 +53,7 @@ def dtype(request, device) -> torch.dtype:
 
 
 ROWS, WIDTH, HIDDEN = (16, 64, 96) if INTERPRETED else (256, 512, 1024)
-# The tensors of a call by their sizes, and what it computes.
+# The sizes of a call's tensors, and its formula.
 CALLS = {
     "act_and_mul": ([(ROWS, WIDTH)] * 2, lambda gate, up: F.silu(gate) * up),
     "linear": ([(ROWS, WIDTH), (HIDDEN, WIDTH), (HIDDEN,)], lambda x, weight, bias: F.silu(F.linear(x, weight, bias))),
@@ -78,7 +78,7 @@ def call(kernel, name: str, given: list[torch.Tensor]) -> torch.Tensor:
 
 def assert_close(result: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
     error = ((result.double() - expected).norm() / expected.norm()).item()
-    sums = HIDDEN**0.5 * torch.finfo(torch.float32).eps  # all of them are in float32
+    sums = HIDDEN**0.5 * torch.finfo(torch.float32).eps  # accumulated in float32
     assert error < 4 * torch.finfo(dtype).eps + sums
 
 
@@ -132,7 +132,7 @@ def test_a_model_is_fused(kernel, device):
 
 
 def test_a_layer_takes_the_place_of_a_forward(kernel, backend, device):
-    class Layer:  # what `kernels` asks of a repository
+    class Layer:  # the interface that `kernels` expects of a repository
         layer_name = "GatedMLP"
 
         def load(self):

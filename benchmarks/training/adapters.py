@@ -37,7 +37,7 @@ import measure
 
 PARTS = ("mlp", "inference", "step", "experts", "experts in inference")
 PROVIDERS = ("eager", "ours", "ours-recompute", "ours-base", "gemms", "compile")
-WITHOUT = ("ours-base", "gemms")  # they have no adapters, and other results
+WITHOUT = ("ours-base", "gemms")  # they have no adapters, so their results differ
 PLAIN, WIDE = Adapters(), Adapters(torch.float32)
 TRAINED = (PLAIN, WIDE, Adapters(dropout=0.05))
 STEPS = (*TRAINED, Adapters(torch.float32, 0.05))
@@ -45,8 +45,9 @@ STEPS = (*TRAINED, Adapters(torch.float32, 0.05))
 
 @dataclass(frozen=True)
 class Sizes:
-    """M, D, H and rank of the trained MLPs; of the one in inference, for each M; of the model, and its batch; D, H
-    and rank of experts, how many there are, how many a token has, and the numbers of tokens."""
+    """M, D, H and rank of the trained MLPs, and of the one in inference, for each M; the model's sizes and batch; D, H
+    and rank of experts, their number and the number per token, and the numbers of tokens.
+    """
 
     trained: tuple[tuple[int, int, int, int], ...]
     inference: tuple[tuple[int, int, int, int], ...]
@@ -94,7 +95,7 @@ SIZES = {
 
 
 def of_mlp(shape: tuple, adapters: Adapters, backward: bool, fused_mlp, clock: Clock, given) -> dict:
-    """Figures of every provider, in training with the gradients of x and of the adapters."""
+    """Figures of all providers; in training with the gradients of x and of the adapters."""
     mlp = GatedMLP(shape, adapters, fused_mlp)
     leaves = mlp.leaves if backward else []
     for leaf in leaves:
@@ -123,7 +124,7 @@ def of_mlp(shape: tuple, adapters: Adapters, backward: bool, fused_mlp, clock: C
                 calls[name] = mlp.gemms(backward)
             elif reason is None:
                 found = step(forwards[name])
-                is_compared = name not in WITHOUT and not adapters.dropout  # which each way draws anew
+                is_compared = name not in WITHOUT and not adapters.dropout  # each provider draws its own mask
                 if is_compared and not all(map(points.alike, found, expected)):
                     raise RuntimeError("its results are not eager's")
                 del found
@@ -131,7 +132,7 @@ def of_mlp(shape: tuple, adapters: Adapters, backward: bool, fused_mlp, clock: C
                     forward = partial(inside, forwards[name])
                     memory[name] = measure.saved_and_peak(forward, lambda out: out.backward(mlp.grad))
                 calls[name] = partial(step, forwards[name])
-        except Exception as error:  # what does not run here is left out, with its words
+        except Exception as error:  # a provider that does not run here is left out, with the error as reason
             reason = points.words(error)
         if reason is not None:
             left[name] = reason
@@ -187,7 +188,7 @@ def of_experts(sizes: Sizes, tokens: int, backward: bool, fused_mlp, clock: Cloc
 
 
 def of_step(sizes: Sizes, adapters: Adapters, fused_mlp, clock: Clock, given) -> dict:
-    """A step of a Llama, fused and not."""
+    """Figures of a Llama's training step, fused and not."""
     reports = {}
 
     def build() -> nn.Module:

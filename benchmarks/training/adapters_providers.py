@@ -15,7 +15,7 @@ SCALING = 2.0
 
 @dataclass(frozen=True)
 class Adapters:
-    """The way that the adapters of a case are kept and computed."""
+    """The dtype and dropout of a case's adapters, which decide how they are computed."""
 
     dtype: torch.dtype = torch.bfloat16
     dropout: float = 0.0
@@ -33,7 +33,7 @@ class Adapters:
 
 
 class GatedMLP:
-    """Frozen weights, adapters and a batch. `forwards` are ways to compute the MLP, functions of x."""
+    """Frozen weights, adapters and a batch. `forwards` returns the ways to compute the MLP, functions of x."""
 
     def __init__(self, shape: tuple[int, int, int, int], adapters: Adapters, fused_mlp) -> None:
         rows, width, hidden, rank = shape
@@ -73,14 +73,14 @@ class GatedMLP:
         return self.layer(2, hidden)
 
     def layer(self, place: int, x: Tensor) -> Tensor:
-        """PEFT's formula: the result has the dtype of the base's product."""
+        """PEFT's formula; the result has the dtype of the base's product."""
         (a, b), result = self.adapters[place], F.linear(x, self.weights[place])
         given = x.to(a.dtype)
         given = F.dropout(given, self.dropout) if self.dropout else given
         return (result + F.linear(F.linear(given, a), b) * SCALING).to(result.dtype)
 
     def gemms(self, backward: bool) -> Callable[[], object]:
-        """The products of the base alone, gate and up as one; nobody asks for gradients of frozen weights."""
+        """Only the products of the base, gate and up as one, without gradients of the frozen weights."""
         gate, up, down = self.weights
         packed, x, grad = torch.cat([gate, up]), self.x.detach(), self.grad
         hidden = torch.randn(len(x), len(gate), dtype=x.dtype, device=DEVICE)

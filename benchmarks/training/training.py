@@ -102,7 +102,7 @@ def figures(shape: tuple[int, int, int], dtype: torch.dtype, fused_mlp, clock: C
                         step(forward)
 
                 steps[name] = call
-        except Exception as error:  # a peer that does not run here is left out, with its words
+        except Exception as error:  # a peer that does not run here is left out, with the error as reason
             reason = words(error)
         if reason is not None:
             left[name] = reason
@@ -113,16 +113,17 @@ def figures(shape: tuple[int, int, int], dtype: torch.dtype, fused_mlp, clock: C
 
 
 def patience(name: str, clock: Clock) -> contextlib.AbstractContextManager:
-    """Within this, a provider starts. Only one that tries kernels is stopped when its time is over.
+    """Limits a provider's start, if it is one that autotunes.
 
-    An exception in the middle of a compilation by Dynamo would make every later call of the process fail.
+    Other providers are not interrupted: an exception during a compilation by Dynamo makes all later calls of the
+    process fail.
     """
     return at_most(clock.left_to_start()) if name in AUTOTUNED else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in what takes longer."""
+    """Raises TimeoutError if the block takes longer."""
 
     def stop(*_: object) -> None:
         raise TimeoutError(f"not ready within {seconds:.0f} s")

@@ -17,7 +17,7 @@ VARIANTS = {"eager": None, "ours": "activations", "ours-recompute": "recompute"}
 
 
 def llama() -> nn.Module:
-    """Four layers of the widths of Llama 8B; on a CPU, two small ones."""
+    """Four layers with the widths of Llama 8B; on a CPU, two small ones."""
     sizes = {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 4, "vocab_size": 32_000}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
     if not ON_GPU:
@@ -27,13 +27,13 @@ def llama() -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    """GPT-2; on a CPU, two layers of it. Without dropout between the parts of an MLP, which keeps them apart."""
+    """GPT-2; on a CPU, two layers of it. Dropout is off, as it would keep the parts of an MLP from being fused."""
     sizes = {} if ON_GPU else {"n_layer": 2, "vocab_size": 512}
     rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **rates, use_cache=False))
 
 
-# The model, the sequences of a batch and the tokens of one.
+# The model, the sequences of a batch and the tokens of a sequence.
 MODELS = {
     "llama": (llama, 4 if ON_GPU else 1, 2048 if ON_GPU else 64),
     "gpt2": (gpt2, 8 if ON_GPU else 1, 1024 if ON_GPU else 64),
@@ -41,7 +41,7 @@ MODELS = {
 
 
 def built(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-    """A fresh instance in training, the same weights every time."""
+    """A new instance in training mode, with the same weights every time."""
     torch.manual_seed(0)
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -53,7 +53,7 @@ def built(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
 
 
 class Step:
-    """A model with its optimizer and a batch; the forward in autocast to a dtype, if one is given."""
+    """A training step of a model with an optimizer and a batch; the forward runs in autocast if a dtype is given."""
 
     def __init__(self, model: nn.Module, sequences: int, tokens: int, autocast: torch.dtype | None = None) -> None:
         self.model, self.autocast = model, autocast
@@ -76,15 +76,16 @@ class Step:
 def of_variants(
     make: Callable[[str], Step], variants: Iterable[str], copies: int, take_turns: Callable[[dict], dict]
 ) -> dict[str, dict]:
-    """The medians over fresh instances of each variant's figures, which `take_turns` finds for all of them; and why
-    others are left."""
+    """The medians of each variant's figures over new instances, which `take_turns` measures interleaved, and the
+    reasons for omitted variants.
+    """
     steps: dict[tuple[str, int], Step] = {}
     memory, first, left = {}, {}, {}
     for copy in range(copies):
         for variant in variants:
             with contextlib.nullcontext() if variant == "eager" else points.noting(left, variant):
                 step = make(variant)
-                first[variant] = step().item()  # the optimizer's state is there from now on
+                first[variant] = step().item()  # the optimizer's state exists from here on
                 if not abs(first[variant] - first["eager"]) <= 1e-2 * abs(first["eager"]):
                     raise RuntimeError(f"a loss of {first[variant]}, eager's is {first['eager']}")
                 memory[variant] = measure.saved_and_peak(step.forward, torch.Tensor.backward)

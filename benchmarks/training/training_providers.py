@@ -26,14 +26,14 @@ class GatedMLP(nn.Module):
         self.gate_proj = nn.Linear(width, hidden, bias=False)
         self.up_proj = nn.Linear(width, hidden, bias=False)
         self.down_proj = nn.Linear(hidden, width, bias=False)
-        self.register_parameter("packed", None)  # QuACK's
+        self.register_parameter("packed", None)  # for QuACK
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(ACTIVATIONS[self.config.hidden_act](self.gate_proj(x)) * self.up_proj(x))
 
 
-# By activation, the module and the class of Liger's three ways: the pointwise part fused; the same on tiles of rows,
-# with nothing kept but x; its Triton GEMMs, which are for SiLU alone.
+# Liger's module and class for each of its three ways, by activation: fused pointwise; the same on tiles of rows,
+# keeping only x; Triton GEMMs, for SiLU only.
 _LIGER = {
     "liger": {"silu": ("swiglu", "LigerSwiGLUMLP"), "gelu_pytorch_tanh": ("geglu", "LigerGEGLUMLP")},
     "liger-tiled": {
@@ -51,13 +51,13 @@ def _liger(name: str) -> Callable[[GatedMLP], Forward]:
             made = getattr(importlib.import_module(f"liger_kernel.transformers.{module}"), kind)(mlp.config)
         for part, projection in mlp.named_children():
             setattr(made, part, projection)
-        return lambda x: made(x[None])[0]  # its GEMMs take a batch
+        return lambda x: made(x[None])[0]  # Liger's GEMMs need a batch dimension
 
     return make
 
 
 def _quack(recompute: bool) -> Callable[[GatedMLP], Forward]:
-    """QuACK has the rows of gate and up in turns, in one weight."""
+    """QuACK interleaves the rows of gate and up in one weight."""
 
     def make(mlp: GatedMLP) -> Forward:
         from quack.mlp import mlp_func
@@ -71,7 +71,7 @@ def _quack(recompute: bool) -> Callable[[GatedMLP], Forward]:
 
 
 def makers(fused_mlp) -> dict[str, Callable[[GatedMLP], Forward]]:
-    """The most important come first: those at the end may find no time left."""
+    """Makes the providers, the most important first: the time limit may drop the last ones."""
 
     def ours(memory: str) -> Callable[[GatedMLP], Forward]:
         def make(mlp: GatedMLP) -> Forward:
@@ -98,13 +98,13 @@ def makers(fused_mlp) -> dict[str, Callable[[GatedMLP], Forward]]:
 
 
 PROVIDERS = ("gemms", *makers(None))
-DEFAULT = tuple(name for name in PROVIDERS if "sm90" not in name)  # which are forced, to learn from
-AUTOTUNED = ("liger-gemm",)  # which may take minutes at a shape that they have not seen
+DEFAULT = tuple(name for name in PROVIDERS if "sm90" not in name)  # sm90's are forced, for comparison
+AUTOTUNED = ("liger-gemm",)  # may take minutes at a new shape
 ON_HOPPER = torch.cuda.is_available() and gemm_kernels.runs_on("sm90", torch.cuda.get_device_capability())
 
 
 def kernels_of(name: str, fused_mlp) -> contextlib.AbstractContextManager:
-    """Within this, a provider's step runs by its kernels: all of Hopper's for training, or those that are chosen."""
+    """Selects the kernels for a provider's step: all of Hopper's for training, or those that are chosen."""
     return gemm_kernels.forced(fused_mlp, "sm90") if "sm90" in name else contextlib.nullcontext()
 
 
@@ -123,7 +123,7 @@ def unavailable(name: str, activation: str) -> str | None:
 
 
 def six_gemms(mlp: GatedMLP, x: Tensor) -> Callable[[], object]:
-    """The products of a forward and a backward, gate and up as one: what is left of an MLP if all else cost nothing."""
+    """The products of a forward and a backward, gate and up as one: an MLP's time if all else were free."""
     gate, up, down = (part.weight.detach() for part in mlp.children())
     packed, x = torch.cat([gate, up]), x.detach()
     hidden = torch.randn(len(x), len(gate), dtype=x.dtype, device=x.device)

@@ -44,7 +44,7 @@ def _images(model: nn.Module, images: int, size: int) -> dict[str, torch.Tensor]
     return {"pixel_values": pixels, "labels": torch.randint(1000, (images,), device=DEVICE)}
 
 
-# The model, what makes a batch of it, and the two sizes of one: on a GPU, and on a CPU.
+# The model, the function that makes its batch, and the batch's two sizes: on a GPU, and on a CPU.
 STEPS = {
     "llama-1b": (lambda: _llama(2048, 8192, 4, 32), _tokens, (4, 1024), (1, 128)),
     "llama-8b": (lambda: _llama(4096, 14_336, 2, 32), _tokens, (2, 2048), (1, 128)),
@@ -55,7 +55,7 @@ STEPS = {
 
 
 class BatchStep(Step):
-    """A step on a batch of any inputs."""
+    """A training step on a batch of arbitrary inputs."""
 
     def __init__(self, model: nn.Module, batch: dict[str, torch.Tensor], run: Callable[..., object]) -> None:
         self.model, self.batch, self.run = model, batch, run
@@ -66,7 +66,7 @@ class BatchStep(Step):
 
 
 def with_liger(model: nn.Module, norms: bool) -> nn.Module:
-    """Liger's modules in the places of a Llama's own, with the same weights: its MLPs, and perhaps its norms."""
+    """Replaces a Llama's MLPs, and optionally its norms, by Liger's modules with the same weights."""
     from liger_kernel.transformers import LigerRMSNorm, LigerSwiGLUMLP
 
     changed = 0
@@ -89,7 +89,7 @@ def with_liger(model: nn.Module, norms: bool) -> nn.Module:
 
 
 def variants_of(name: str, wanted: list[str]) -> list[str]:
-    """Liger has modules for Llamas alone."""
+    """Drops Liger's variants for all but Llamas on a GPU: it has no other modules."""
     return [variant for variant in wanted if "liger" not in variant or (ON_GPU and name.startswith("llama"))]
 
 

@@ -11,12 +11,12 @@ import modules
 import reference
 
 CAP = 2.0**100
-SHAPES = [(1, 64, 128), (7, 96, 160), (200, 64, 96)]  # by the kernels of few rows, and by those of many
+SHAPES = [(1, 64, 128), (7, 96, 160), (200, 64, 96)]  # for the kernels of few rows and of many
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 
 class Spelled(nn.Module):
-    """The activation as a function of torch in the code of a model."""
+    """A model whose code calls the activation as a function of torch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def test_epilogue(fused_mlp, dtype, shape):
     torch.manual_seed(0)
     m, k, n = shape
     x, gate, up = (torch.randn(size, dtype=dtype) for size in ((m, k), (n, k), (n, k)))
-    x *= 2.0**47  # to sums of 2^50
+    x *= 2.0**47  # so that sums reach 2^50
     given = {"x": x, "gate_weight": gate, "up_weight": up}
     with fused_mlp.backend("triton" if os.environ.get("TRITON_INTERPRET") else "cpu"), torch.no_grad():
         found = fused_mlp.gated_linear(**given, activation="silu")

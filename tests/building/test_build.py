@@ -1,4 +1,4 @@
-"""The package as it is built: build.toml, tools/build.py, and what the Hub asks of the files that ship."""
+"""The package as built: build.toml, tools/build.py, and the Hub's requirements on the files that ship."""
 
 import fcntl
 import json
@@ -38,17 +38,17 @@ def test_kernel_builder_parses_build_toml():
 
 
 def test_build_toml_lists_every_source():
-    # kernel-builder sees no other file than those listed.
+    # kernel-builder sees only listed files.
     config = project.config()
     listed = [source for table in [config["torch"], *config["kernel"].values()] for source in table["src"]]
     sources = [path for folder in ("cpu", "cuda", "torch-ext") for path in (ROOT / folder).rglob("*")]
     sources = [path for path in sources if project.package() not in path.parents]
     found = {path.relative_to(ROOT).as_posix() for path in sources if path.suffix in CODE}
-    assert set(listed) == found - {"torch-ext/registration.h"}  # kernel-builder writes that one
+    assert set(listed) == found - {"torch-ext/registration.h"}  # kernel-builder writes it
 
 
 def test_no_section_shares_statics_between_builds(tmp_path):
-    """With what kernel-builder gives nvcc: the flags of build.toml, and none for the C++ compiler behind it."""
+    """The flags of build.toml alone keep statics apart: kernel-builder passes none to the C++ compiler behind nvcc."""
     nvcc = toolchain.nvcc()
     if nvcc is None:
         pytest.skip("no nvcc")
@@ -58,7 +58,7 @@ def test_no_section_shares_statics_between_builds(tmp_path):
         command = [nvcc.path, f"-ccbin={toolchain.cxx()}", *section.cuda_flags, "-c", source, "-o", compiled]
         subprocess.run(command, check=True)
         symbols = subprocess.run(["nm", compiled], capture_output=True, text=True, check=True).stdout
-        assert re.findall(r" (\w) _ZZ1fvE1x", symbols) == ["V"], section.name  # not u, which a process has one of
+        assert re.findall(r" (\w) _ZZ1fvE1x", symbols) == ["V"], section.name  # not u, which is unique per process
 
 
 @pytest.mark.parametrize("backend", ["CPU", "CUDA", "METAL", "XPU"])
@@ -69,7 +69,7 @@ def test_a_backend_without_ops_does_not_compile(backend):
     assert ("there are ops for CPUs and for CUDA alone" in done.stderr) == (backend in ("METAL", "XPU"))
 
 
-# The capabilities that kernel-builder builds for with each toolkit, and the GPUs of the torch that its variant serves.
+# The capabilities that kernel-builder builds for with each toolkit, and the GPUs supported by its variant's torch.
 KNOWN = {
     "12.6": ["7.0", "7.2", "7.5", "8.0", "8.6", "8.7", "8.9", "9.0"],
     "13.0": ["7.5", "8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "11.0", "12.0", "12.1"],
@@ -80,7 +80,9 @@ GPUS = [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 1), (10, 3), (11, 
 
 @pytest.mark.parametrize("cuda", KNOWN)
 def test_every_variant_takes_every_gpu_since_ampere(cuda, fused_mlp, monkeypatch):
-    """The loader takes it, and then the package does. Hopper gets its own code, the oldest toolkit's variant PTX."""
+    """The loader and the package accept all GPUs since Ampere. Hopper has its own code, the oldest toolkit's variant
+    PTX.
+    """
     archs = plan.variant("cuda", toolchain.Nvcc("nvcc", cuda, frozenset(KNOWN[cuda]))).archs
     assert [gpu for gpu in GPUS if not _supports_cuda_capability(archs, gpu)] == []
     assert not _supports_cuda_capability(archs, (7, 5))
@@ -95,11 +97,11 @@ def test_every_variant_takes_every_gpu_since_ampere(cuda, fused_mlp, monkeypatch
 @pytest.mark.parametrize(
     ("listed", "known", "chosen"),
     [
-        (["8.0"], ["8.0", "8.6", "9.0"], ["8.0"]),  # machine code runs within its major version alone
+        (["8.0"], ["8.0", "8.6", "9.0"], ["8.0"]),  # machine code runs only within its major version
         (["8.6", "8.0"], ["8.9", "8.0"], ["8.0", "8.6"]),
         (["8.0+PTX"], ["9.0", "12.0"], ["8.0+PTX"]),
         (["8.0+PTX", "12.0"], ["9.0", "12.0"], ["8.0+PTX", "12.0"]),
-        (["9.0", "9.0a"], ["9.0"], ["9.0a"]),  # code for exactly this one takes its place
+        (["9.0", "9.0a"], ["9.0"], ["9.0a"]),  # code for exactly this GPU replaces it
         (["9.0", "10.0f"], ["9.0", "12.0"], ["9.0"]),
         (["12.0+PTX"], ["9.0"], []),
     ],
@@ -110,7 +112,7 @@ def test_capabilities_are_chosen_as_kernel_builder_does(listed, known, chosen):
 
 def test_repo_id_stands_in_build_toml_alone():
     shown = {path.relative_to(ROOT).as_posix() for path in (ROOT / "examples/recipes").glob("*/*.py")}
-    documents = {"build.toml", "README.md", *shown}  # what users copy
+    documents = {"build.toml", "README.md", *shown}  # users copy these
     holders = {
         path.relative_to(ROOT).as_posix()
         for path in repository_files()
@@ -119,7 +121,7 @@ def test_repo_id_stands_in_build_toml_alone():
     assert holders <= documents
 
 
-# The set-up, by what of it needs no network
+# The parts of the set-up that need no network
 
 
 def make(folder: Path, *arguments: str, **options) -> subprocess.CompletedProcess:
@@ -136,7 +138,7 @@ def test_a_checkout_with_spaces_in_its_path_is_one_line(tmp_path):
 
 
 def test_a_read_only_checkout_is_one_line():
-    """Permissions keep root from nothing: another user tries."""
+    """A read-only checkout gives a one-line error. Permissions do not restrict root, so another user runs make."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "requirements").mkdir()
@@ -196,7 +198,7 @@ def test_variant_is_laid_out_for_the_loader(backend, request):
 @pytest.mark.parametrize(
     ("cuda", "gpu", "metal", "machine", "loaded"),
     [
-        (None, False, False, ("Linux", "x86_64"), ""),  # all of them: `kernels` finds the one for CPUs
+        (None, False, False, ("Linux", "x86_64"), ""),  # the folder of all variants: `kernels` finds the CPU's
         ("13.0", True, False, ("Linux", "x86_64"), ""),
         ("13.0", False, False, ("Linux", "x86_64"), "torch-stable-abi211-cpu-x86_64-linux"),
         ("13.0", False, False, ("Linux", "aarch64"), "torch-stable-abi211-cpu-aarch64-linux"),
@@ -204,7 +206,7 @@ def test_variant_is_laid_out_for_the_loader(backend, request):
     ],
 )
 def test_which_build_is_loaded(tmp_path, monkeypatch, cuda, gpu, metal, machine, loaded):
-    """Without a GPU, or with one of a Mac, it is the CPU variant of a release that is fetched to be tried."""
+    """Without a GPU, or with a Mac's, the build to load is the CPU variant of a fetched release."""
     for name in ("cpu-x86_64-linux", "cpu-aarch64-linux", "cpu-aarch64-darwin", "cu130-x86_64-linux"):
         (tmp_path / f"torch-stable-abi211-{name}").mkdir()
     monkeypatch.setattr(project, "BUILD", tmp_path)
@@ -214,7 +216,7 @@ def test_which_build_is_loaded(tmp_path, monkeypatch, cuda, gpu, metal, machine,
     monkeypatch.setattr("platform.system", lambda: machine[0])
     monkeypatch.setattr("platform.machine", lambda: machine[1])
     assert project.loadable_build() == tmp_path / loaded
-    if metal:  # which has no variant of its own
+    if metal:  # a Mac's GPU has no variant of its own
         monkeypatch.setattr("platform.mac_ver", lambda: ("26.0", ("", "", ""), "arm64"))
         names = [parse_variant(path.name) for path in tmp_path.iterdir()]
         assert resolve_variant(names)[0] is None
@@ -331,7 +333,7 @@ def test_builds_again_only_what_changed(small):
     assert compiled(small.build()) == []
     assert small.metadata() == first
     small.write("torch-ext/two_times/__init__.py", "from ._ops import ops\n\ndouble = ops.twice\n")
-    assert compiled(small.build()) == ["cpu: link", "cpu: torch-ext/torch_binding.cpp"]  # the one that knows the id
+    assert compiled(small.build()) == ["cpu: link", "cpu: torch-ext/torch_binding.cpp"]  # the source with the id
     second = small.metadata()
     small.write("headers/twice.h", SOURCES["headers/twice.h"] + "// changed\n")
     assert "cpu: native/twice.cpp" in compiled(small.build())
@@ -351,7 +353,7 @@ def test_builds_again_only_what_changed(small):
     ],
 )
 def test_what_is_built_by_default(monkeypatch, capsys, asked, nvcc, gpu, wanted):
-    """CUDA where there is a GPU, or on request; one line says what is left out that could be built."""
+    """CUDA is built if there is a GPU or on request; one line names a variant that is left out but could be built."""
     monkeypatch.setattr(toolchain, "has_gpu", lambda: gpu)
     assert build_script.wanted(asked, ["cuda", "cpu"], nvcc) == wanted
     said = capsys.readouterr().out
@@ -415,7 +417,7 @@ def test_a_compiler_that_is_missing_or_fails_is_one_line(small, environment, mes
     ("place", "text", "message"),
     [
         ("native/twice.cpp", "int64_t twice(", "did not compile"),
-        ("native/twice.cpp", "", "did not compile"),  # twice is declared, and nowhere defined
+        ("native/twice.cpp", "", "did not compile"),  # twice is declared but not defined
         ("build.toml", BUILD_TOML.replace("native/twice.cpp", "native/absent.cpp"), "native/absent.cpp, which"),
         ("build.toml", BUILD_TOML.replace('cpu = "2.11"', 'cpu = "99.0"'), "is too old"),
     ],

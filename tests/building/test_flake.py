@@ -1,4 +1,4 @@
-"""flake.lock: what tools/lint/check_flake.py finds, on this tree and where a fault is planted."""
+"""flake.lock: tools/lint/check_flake.py finds nothing on this tree, and finds planted faults."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""The tools that build for several versions of CUDA and try several of torch: what of them needs no network."""
+"""The tools that build for several versions of CUDA and test several of torch: their parts that need no network."""
 
 import dataclasses
 import itertools
@@ -44,7 +44,7 @@ def test_the_kernels_of_an_object_file(section):
 
 
 def test_headers_alone_have_all_that_kernels_are_named_by(section, tmp_path):
-    """So a compiler of device code, which takes no launches, has them; and it gets all headers at once."""
+    """All names in kernel names come from headers, so a device-code compiler has them; all headers compile together."""
     found, kernels = section
     headers = device.device_headers(found)
     named = sorted(set(re.findall(r"(?:\w+::)+\w+", " ".join(itertools.chain(*kernels)))))
@@ -94,7 +94,7 @@ ptxas info    : Function properties for _Z6secondv
 
 @pytest.mark.skipif(not shutil.which(matrix.AARCH64_COMPILER), reason="needs Debian's g++-aarch64-linux-gnu")
 def test_the_cpu_variant_compiles_for_aarch64(tmp_path, monkeypatch):
-    """The files whose code asks for the machine; `make matrix` compiles all of them."""
+    """Files with code for x86-64 compile for AArch64; `make matrix` compiles all files."""
     whole = plan.variant("cpu")
     (section,) = (each for each in whole.sections if each.name == "cpu")
     sources = [source for source in section.sources if "__x86_64__" in (project.ROOT / source).read_text()]
@@ -102,7 +102,7 @@ def test_the_cpu_variant_compiles_for_aarch64(tmp_path, monkeypatch):
     asking = dataclasses.replace(whole, sections=(dataclasses.replace(section, sources=tuple(sources)),))
     monkeypatch.setattr(plan, "variant", lambda backend: asking)
     monkeypatch.setattr(matrix, "OUT", tmp_path)
-    monkeypatch.setattr(compile, "FLAGS", [flag for flag in compile.FLAGS if flag != "-O3"])  # half of the time
+    monkeypatch.setattr(compile, "FLAGS", [flag for flag in compile.FLAGS if flag != "-O3"])  # halves the time
     row = matrix.aarch64(jobs=2)
     assert not row.failed, row.findings
     machines = {
@@ -113,7 +113,7 @@ def test_the_cpu_variant_compiles_for_aarch64(tmp_path, monkeypatch):
 
 
 def test_code_of_another_machine_is_told(tmp_path, monkeypatch):
-    """An include of x86's intrinsics outside of its #if, as the cross-compiler says."""
+    """The row reports the cross-compiler's error about an include of x86 intrinsics outside of its #if."""
     compiler = tmp_path / matrix.AARCH64_COMPILER
     compiler.write_text("#!/bin/sh\necho 'cpu/ops/ops.cpp:1: fatal error: immintrin.h: no such file' >&2\nexit 1\n")
     compiler.chmod(0o755)

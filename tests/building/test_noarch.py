@@ -1,6 +1,6 @@
-"""The variants without compiled ops: the Triton kernels alone, for AMD's and Intel's GPUs.
+"""The variants without compiled ops: only the Triton kernels, for AMD's and Intel's GPUs.
 
-There is none of these GPUs: torch is made to look as one that was built for them, and Triton's interpreter computes.
+No such GPU is needed: torch is made to look like a build for them, and Triton's interpreter computes.
 """
 
 import os
@@ -22,7 +22,7 @@ from releasing.rules import sources, variants
 
 pytest.importorskip("triton")
 
-# The attributes of torch that `kernels` asks for, as it is in torch's own builds.
+# The attributes of torch that `kernels` checks, as in torch's own builds.
 TORCH = {"rocm": ("hip", "7.1.52802"), "xpu": ("xpu", "20250302")}
 both = pytest.mark.parametrize("backend", noarch.BACKENDS)
 
@@ -34,7 +34,7 @@ def look_like(backend: str, monkeypatch) -> None:
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory) -> Path:
-    """Both of them, and the variant for CPUs."""
+    """Both variants, and the one for CPUs."""
     folder = tmp_path_factory.mktemp("build")
     for backend in noarch.BACKENDS:
         variant = plan.noarch(backend)
@@ -45,7 +45,7 @@ def build(tmp_path_factory) -> Path:
 
 
 def test_kernel_builder_parses_its_build_toml(tmp_path):
-    """The source tree that kernel-builder is given holds real files, the Python of the other build, and no other."""
+    """kernel-builder gets a source tree of real files: the Python files of the other build and nothing else."""
     noarch.write(tmp_path)
     assert Build.open(tmp_path).general.backends == [Backend.ROCm, Backend.XPU]
     files = {path.relative_to(tmp_path).as_posix(): path for path in tmp_path.rglob("*") if not path.is_dir()}
@@ -72,7 +72,7 @@ def test_one_with_an_extension_may_not(build, tmp_path):
 
 @both
 def test_which_variant_is_taken(build, backend, monkeypatch):
-    """Among those of a release, as the loader resolves them."""
+    """The loader picks this variant among a release's variants, and the CPU variant if asked for it."""
     names = [path.name for path in build.iterdir()]
     names += ["torch-stable-abi211-cu126-x86_64-linux", "torch-stable-abi211-cu130-x86_64-linux"]
     look_like(backend, monkeypatch)
@@ -83,7 +83,7 @@ def test_which_variant_is_taken(build, backend, monkeypatch):
 
 
 def torch_for(backend: str) -> str:
-    """Code after which torch looks as one for these GPUs."""
+    """Code that makes torch look like a build for these GPUs."""
     return f"import torch\ntorch.version.{TORCH[backend][0]} = {TORCH[backend][1]!r}\n"
 
 
@@ -102,7 +102,7 @@ def test_the_two_hold_the_same_code(build):
 
 
 def test_the_kernels_compute(build, tmp_path):
-    """The tests that kernel-builder runs on every variant, on Triton's interpreter, for one of the two."""
+    """kernel-builder's tests for every variant pass on Triton's interpreter; one of the two variants suffices."""
     (tmp_path / "torch_for.py").write_text(torch_for("rocm"))
     tests = [str(project.ROOT / "tests/test_kernels_ci.py"), "--rootdir", str(tmp_path), "--noconftest"]
     command = [sys.executable, "-m", "pytest", *tests, "-p", "torch_for", "-p", "no:cacheprovider"]
@@ -115,7 +115,7 @@ def test_the_kernels_compute(build, tmp_path):
         timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "22 passed, " in done.stdout  # others in bfloat16, which the interpreter computes wrongly
+    assert "22 passed, " in done.stdout  # bfloat16 is skipped: the interpreter computes it wrongly
 
 
 PROGRAM = """
@@ -146,7 +146,7 @@ print(cpu.explain(cpu.linear, x, gate).implementation)
 
 @both
 def test_what_is_chosen(build, backend, tmp_path):
-    """PyTorch, until such a GPU has been measured, and what is forced and not there says so."""
+    """PyTorch computes until such a GPU has been measured; forcing a missing backend gives the reason."""
     program = PROGRAM.format(repo=project.repo_id(), version=project.version())
     done = forks.run(program, cwd=tmp_path, env=environment(build), before=torch_for(backend))
     assert done.returncode == 0, done.stderr
@@ -165,7 +165,7 @@ def test_what_is_chosen(build, backend, tmp_path):
 
 
 def test_launch_parameters_off_nvidia(fused_mlp):
-    """Options that NVIDIA's compiler alone knows are not given to others."""
+    """Options that only NVIDIA's compiler knows are not passed to others."""
     configs = sys.modules[f"{fused_mlp.__name__}.backends.triton.configs"]
     gpu = configs.Gpu("AMD Instinct MI300X", 0, 64 * 1024, 304)
     for wide in (False, True):

@@ -1,4 +1,4 @@
-"""The package as it ships: what it exports, and how it behaves in processes of users."""
+"""The package as it ships: its exports, and its behaviour in users' processes."""
 
 import os
 import re
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def environment(**more):
-    """Nothing but what Python needs, and what is given."""
+    """Only the variables that Python needs, and the given ones."""
     needed = ("PATH", "HOME", "PYTHONPATH", "LD_LIBRARY_PATH", "CUDA_HOME", "OMP_NUM_THREADS", "FUSED_MLP_TEST_SEED")
     return {name: os.environ[name] for name in needed if name in os.environ} | more
 
@@ -34,7 +34,7 @@ def test_exports_are_described(fused_mlp):
 
 
 def test_folders():
-    """Ten files at most in each; those of ``models`` import from what stands above them in the README's table alone."""
+    """Folders have at most ten files; those of ``models`` import only from rows above theirs in the README's table."""
     package = ROOT / "torch-ext" / project.python_name()
     assert all(len(list(folder.glob("*.py"))) <= 10 for folder in (package, *filter(Path.is_dir, package.rglob("*"))))
     models = package / "models"
@@ -48,11 +48,11 @@ def test_folders():
 
 @pytest.fixture(scope="module")
 def other_build(tmp_path_factory):
-    """A second build for the CPU, from sources that differ in a comment."""
+    """A second CPU build, from sources that differ in a comment."""
     pytest.importorskip("ninja")
     try:
         toolchain.cxx(), toolchain.python_include()
-    except toolchain.BuildError as error:  # the build that is tested was made elsewhere
+    except toolchain.BuildError as error:  # the tested build was made elsewhere
         pytest.skip(f"cannot build here: {error}")
     copy = checkout.make(tmp_path_factory.mktemp("other"))
     init = copy / "torch-ext" / project.python_name() / "__init__.py"
@@ -61,7 +61,7 @@ def other_build(tmp_path_factory):
 
 
 def test_two_builds_in_one_process(fused_mlp, other_build):
-    """Their ops, their state and their modules are apart."""
+    """Two builds in one process keep ops, state and modules apart."""
     from kernels import get_local_kernel
 
     other = get_local_kernel(other_build, backend="cpu")
@@ -77,18 +77,18 @@ def test_two_builds_in_one_process(fused_mlp, other_build):
         assert other.explain(other.gated_mlp, **made).reason == "forced by backend()"
         assert fused_mlp.explain(fused_mlp.gated_mlp, **made).reason != "forced by backend()"
 
-    for first in (0, 1):  # which is restored first
+    for first in (0, 1):  # index of the report that is restored first
         model = modules.Plain()
         reports = [other.fuse_mlps(model), fused_mlp.fuse_mlps(model)]
-        assert [len(report.fused) for report in reports] == [1, 0]  # another's forward is not this package's to replace
+        assert [len(report.fused) for report in reports] == [1, 0]  # one build must not replace another's forward
         assert reports[1].left[0].reason == f"its forward is overridden on the instance (from {modules.__name__})"
         reports[first].restore()
         reports[1 - first].restore()
         assert vars(model).keys() == vars(modules.Plain()).keys()
 
 
-# The tests of the functions run once more on each that the CPU has, in a process of its own; without being told to they
-# run on the last of those.
+# The functions' tests run again on each instruction set of the CPU, in a process of its own; all other tests run on the
+# last of these.
 FLAGS = {"scalar": set(), "avx2": {"avx2", "fma"}, "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"}}
 FLAGS["avx512_bf16"] = FLAGS["avx512"] | {"avx512_bf16"}
 FLAGS["amx"] = FLAGS["avx512_bf16"] | {"amx_tile", "amx_bf16"}
@@ -100,8 +100,8 @@ def test_instruction_sets(isa):
     if isa not in known[:-1]:
         pytest.skip(f"all tests run on {isa}" if isa in known else f"this CPU has no {isa}")
     chosen = "activations_and_dtypes or extreme or strides_of_all or many_rows or few_rows or any_call"
-    chosen = f"({chosen} or number_of_rows) and not -float16"  # which torch computes
-    if isa == "avx512_bf16":  # differs from avx512 in products of this dtype alone
+    chosen = f"({chosen} or number_of_rows) and not -float16"  # float16 is left to torch
+    if isa == "avx512_bf16":  # differs from avx512 only in products of this dtype
         chosen += " and bfloat16"
     chosen = f"({chosen}) or random_shapes or every_code_in_products"
     files = ("tests/functions/test_functional.py", "tests/experts/test_experts.py", "tests/training/test_training.py")

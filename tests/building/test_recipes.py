@@ -1,6 +1,6 @@
-"""CONTRIBUTING.md's lists of what a change touches, performed in a copy of the tree that is then built and used.
+"""CONTRIBUTING.md's lists of places that a change touches, performed in a copy of the tree that is then built and used.
 
-A list that lacks a place, or that has one too many, fails here: the edits below are keyed by the places listed.
+A list that lacks a place, or has one too many, fails: the edits below are keyed by the listed places.
 """
 
 import os
@@ -17,13 +17,13 @@ import project
 from builder import toolchain
 
 Edit = Callable[[str], str]
-CAP, CAP_IN_PTX = "0x1p100f", "0f71800000"  # that of recipe_cases.py, out of the way of all other tests
+CAP, CAP_IN_PTX = "0x1p100f", "0f71800000"  # CAP of recipe_cases.py, beyond the values of all other tests
 
 pytestmark = pytest.mark.skipif(machine.device_type() == "cuda", reason="the copy is built for the CPU")
 
 
 def listed(task: str) -> set[tuple[str, str]]:
-    """The places that a change always touches: files, and what stands in each."""
+    """The places that a change always touches: files, and a name in each."""
     text = (project.ROOT / "CONTRIBUTING.md").read_text()
     (section,) = re.findall(rf"^\*\*{task}\*\*(.*?)(?=^\*\*|^## )", text, re.MULTILINE | re.DOTALL)
     return set(re.findall(r"`([^`]+)`\s+\(`([^`]+)`\)", section))
@@ -129,7 +129,7 @@ ACTIVATION = {
     ),
 }
 
-# The product of a gated layer, at most `cap`.
+# Caps the product of a gated layer at `cap`.
 USE = replaced("GluEpilogue<", "CappedEpilogue<")
 EPILOGUE = {
     ("cuda/gemm/epilogue.cuh", "GluEpilogue"): in_turn(
@@ -204,7 +204,7 @@ constinit const Architecture kArchitecture = {
 
 }  // namespace fused_mlp::sm75
 """
-# Chooses for a GPU of 7.5, with architectures that run on none in the place of the others.
+# Chooses for a GPU of 7.5, with the other architectures replaced by ones that run on no GPU.
 CHOICE_FOR_SM75 = """
 #include <cstdio>
 
@@ -252,7 +252,7 @@ def run_cases(folder: Path, *arguments: str, **variables: str) -> None:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory) -> Path:
-    """A copy of the tree whose C++ for CPUs is compiled quickly."""
+    """A copy of the tree whose C++ for CPUs compiles quickly."""
     folder = checkout.make(tmp_path_factory.mktemp("recipes") / "fused-mlp")
     config = folder / "build.toml"
     quick = before('src = [\n  "cpu/ops/adapted.cpp"', 'cxx-flags = ["-O0"]\n')
@@ -262,19 +262,19 @@ def copy(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def built(copy) -> Path:
-    """With the activation and the epilogue: one build for both."""
+    """The copy with activation and epilogue, in one build."""
     perform(copy, ACTIVATION)
     perform(copy, EPILOGUE)
     checkout.build(copy)
     return copy
 
 
-# Special values are those of the synthetic formula.
+# Special values follow the synthetic formula.
 ADDED = "hardswish and not extreme and not special or activation_of_models or a_replaced_function or test_epilogue"
 
 
 def test_they_are_used(built):
-    """The activation by every function, forward and backward, and in models; the epilogue in gated products."""
+    """Every function and fused models use the activation, forward and backward; gated products use the epilogue."""
     files = ("functions/test_functional.py", "functions/test_autograd.py", "building/recipe_cases.py")
     run_cases(built, *(f"tests/{file}" for file in files), "-k", ADDED)
 
@@ -295,7 +295,7 @@ def test_no_other_main_loop_knows_the_epilogue(built):
     ("source", "arch"), [("cuda/sm80/dense/gemm_bf16.cu", "sm_80"), ("cuda/sm90/dense/gemm_bf16.cu", "sm_90a")]
 )
 def test_an_epilogue_compiles_for_gpus(built, tmp_path, source, arch):
-    """Compiled only: one kernel of each kind."""
+    """The epilogue compiles for GPUs in one kernel of each kind; none is run."""
     listed_kernels = built / Path(source).parents[1] / "plan/kernels.def"
     kinds = {}
     for row in re.findall(r"^FUSED_MLP_\w+\(Gated,.*\)$", listed_kernels.read_text(), re.MULTILINE):
@@ -309,7 +309,7 @@ def test_an_epilogue_compiles_for_gpus(built, tmp_path, source, arch):
 
 @pytest.mark.skipif(toolchain.nvcc() is None, reason="no nvcc, whose headers describe a GPU's runtime")
 def test_an_architecture_is_chosen(copy, tmp_path):
-    """Compiled for the host, and asked for a product."""
+    """An added architecture, compiled for the host, is chosen for its GPU and plans a product."""
     perform(copy, ARCHITECTURE)
     folder = copy / "cuda/sm75"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""The tests of kernel-builder's `nix run .#ci-test`, run from the files that kernel-builder takes of this tree."""
+"""The tests of kernel-builder's `nix run .#ci-test`, run from the files that kernel-builder copies from this tree."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ import pytest
 import machine
 import project
 
-# The environment of the ci-test has torch, kernels and pytest. Python runs a module of this name when it starts.
+# The environment of the ci-test has torch, kernels and pytest. Saved as sitecustomize.py, this runs at Python's start.
 NOTHING_ELSE = """
 import sys
 for name in ("transformers", "accelerate", "peft", "diffusers", "rich", "jinja2", "project", "machine"):
@@ -21,7 +21,7 @@ for name in ("transformers", "accelerate", "peft", "diffusers", "rich", "jinja2"
 
 @pytest.fixture(scope="module")
 def source_set(tmp_path_factory) -> Path:
-    """build.toml, the sources that it lists, and of tests/ and torch-ext/ the real files with the suffixes it lists."""
+    """build.toml, its listed sources, and the real files of tests/ and torch-ext/ with its listed suffixes."""
     folder = tmp_path_factory.mktemp("source")
     config = project.config()
     tables = [config["torch"], *config["kernel"].values()]

@@ -1,5 +1,6 @@
-"""The model that `make tune` fits chooses near the best kernel, and the package, compiled with it, chooses the same. No
-GPU."""
+"""The model fitted by `make tune` chooses near the best kernel, and the package compiled with it chooses the same. No
+GPU is needed.
+"""
 
 import itertools
 import re
@@ -27,7 +28,7 @@ def model(tmp_path_factory) -> Model:
 
 
 def constants(model: Model) -> fit.Constants:
-    """Such as an H100 has, but no two alike."""
+    """Constants like an H100's, all different."""
     random = np.random.default_rng(3)
 
     def near(*values: float) -> list[float]:
@@ -49,7 +50,7 @@ def constants(model: Model) -> fit.Constants:
 def points(
     model: Model, shapes: list[tuple[int, int]], rows: list[int], times: fit.Constants | None = None
 ) -> list[Point]:
-    """The layers of these widths, as long as `times` estimates, give or take 3%."""
+    """The layers of these widths; their times are those that `times` estimates, give or take 3%."""
     random = np.random.default_rng(4)
     found = []
     for (d, h), m, kind in itertools.product(shapes, rows, KINDS):
@@ -91,7 +92,7 @@ def test_streamed_tiles_share_the_columns_out(model, kind, m, n, k):
 
 
 def test_the_time_of_torch(model):
-    """Fitted to the estimates of some constants, give or take 5% each, it estimates the same within 5%."""
+    """A fit to the estimates of given constants, give or take 5% each, estimates the same within 5%."""
     random = np.random.default_rng(5)
     true = constants(model).torch
     timed = [point for point in points(model, bench.SHAPES[::2], bench.ROWS) if point.m >= fit.TORCH_ROWS]
@@ -122,7 +123,7 @@ def test_the_package_chooses_what_was_fitted(model, tmp_path):
 
 
 def test_every_tiled_kernel_has_been_timed():
-    """A kernel of kernels.def without constants is never chosen. Those of training have a file of their own."""
+    """All tiled kernels in kernels.def have constants, or are never chosen. Training kernels have their own file."""
     row = r"\{MainLoop::kTiled, Product::k(\w+), (\d+), (\d+), Schedule::k(\w+), (\d+)\}"
     listed = {kernel[1:] for kernel in gemm_kernels.entries() if kernel[0] == "tiled"}
     for file, training in (("tuning.h", False), ("training_times.h", True)):
@@ -131,7 +132,7 @@ def test_every_tiled_kernel_has_been_timed():
 
 
 def test_the_gemms_of_sm80_on_a_gpu_that_was_measured(tmp_path):
-    """Times made by a model with other constants give those constants; then the package goes by them."""
+    """Times from a model with other constants yield these constants by a fit, and the package then uses them."""
     gpu = GPUS["A100 80GB SXM"]
     for folder in ("cuda", "tools/tuning"):
         shutil.copytree(project.ROOT / folder, tmp_path / folder)

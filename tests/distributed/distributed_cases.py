@@ -3,7 +3,7 @@ process.
 
     RANK=0 WORLD_SIZE=2 python tests/distributed/distributed_cases.py gloo OUT      and the same with RANK=1 beside it
 
-Each writes OUT/RANK.json: for every case what it saw, or the traceback.
+Each writes OUT/RANK.json: for every case its facts, or the traceback.
 """
 
 import copy
@@ -42,7 +42,7 @@ PLANS = {
 
 
 class Setting:
-    """This process: its device, the mesh of both, the kernel, and inputs that all ranks share."""
+    """This process: its device, the mesh of both processes, the kernel, and inputs that all ranks share."""
 
     def __init__(self, backend, folder):
         self.rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
@@ -73,7 +73,7 @@ def whole(tensor):
 
 
 def outcome(model, x):
-    """Output, output without autograd, gradients of all parameters, each whole."""
+    """Output, output without autograd, and gradients of all parameters, all gathered."""
     model.zero_grad()
     output = whole(_tensor(model(x)))
     output.square().mean().backward()
@@ -88,7 +88,7 @@ def _tensor(output):
 
 
 def operators(model, x):
-    """Names of the operators that a call for inference runs."""
+    """Names of the operators that an inference call runs."""
     model.eval()
     with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         model(x)
@@ -96,14 +96,14 @@ def operators(model, x):
 
 
 def wrapped(setting, way, when, model, wrap):
-    """The model, fused and made parallel, in either order."""
+    """The model, fused and made parallel in the order given by `when`."""
     if when == "before":
         return wrap(fuse(setting.fused_mlp, way, model))
     return fuse(setting.fused_mlp, way, wrap(model))
 
 
 def tensor_parallel(setting, way, when, kind, local):
-    """DTensor weights; between their calls the pointwise part is fused, on the local shards if those come out."""
+    """Weights are DTensors; between products the pointwise part is fused, on local shards if layers return those."""
 
     def wrap(model):
         for mlp in model.mlps:
@@ -121,7 +121,7 @@ def tensor_parallel(setting, way, when, kind, local):
 
 
 def fully_sharded(setting, way, when, kind, unit):
-    """FSDP2, sharded by model, by MLP or by projection."""
+    """FSDP2, sharded by model, by MLP or by projection, gives the results of one process."""
 
     def wrap(model):
         for mlp in model.mlps:
@@ -137,13 +137,13 @@ def fully_sharded(setting, way, when, kind, unit):
     model = wrapped(setting, way, when, setting.blocks(kind), wrap)
     assert_close(outcome(model, x), expected)
     whole_op = "gated_mlp" if kind in (Gated, PackedGated) else "fused_mlp"
-    if unit != "projection":  # gathered when it is called, and then as plain as any
+    if unit != "projection":  # gathered during its call, and then an ordinary module
         assert whole_op in operators(model, x)
     return setting.facts(model)
 
 
 def fully_sharded_in_bfloat16(setting, way, when):
-    """Against the unfused model under the same policy."""
+    """FSDP2 in bfloat16 gives the results of the unfused model under the same policy."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
     def wrap(model):
@@ -158,7 +158,7 @@ def fully_sharded_in_bfloat16(setting, way, when):
 
 
 def data_parallel(setting, way, when, kind):
-    """DDP: each rank has half of the rows, and the gradients are those of all."""
+    """Under DDP each rank has half of the rows, and the gradients are those of all rows."""
     x = setting.x()
     output, without, gradients = outcome(setting.blocks(kind), x)
     model = setting.blocks(kind)
@@ -177,7 +177,7 @@ def data_parallel(setting, way, when, kind):
 
 
 def adapted(setting, way, when, sharded):
-    """MLPs with PEFT's LoRA, of which the adapters alone are trained: under DDP, or FSDP2 by MLP."""
+    """MLPs with PEFT's LoRA train only the adapters, under DDP or under FSDP2 by MLP."""
 
     def made():
         model = setting.blocks(Gated)
@@ -209,7 +209,7 @@ def adapted(setting, way, when, sharded):
 
 
 def saved(setting, model):
-    """The folder that one process saves a model to, for all."""
+    """Saves the model in one process, and returns the folder in all."""
     folder = [tempfile.mkdtemp()] if setting.rank == 0 else [None]
     dist.broadcast_object_list(folder)
     if setting.rank == 0:
@@ -219,7 +219,7 @@ def saved(setting, model):
 
 
 def tp_plan(setting, way):
-    """transformers loads its own shards; its hooks stay in place."""
+    """A model that transformers loads as shards is fused with its hooks in place."""
     torch.manual_seed(0)
     model, ids = llama(setting.device)
     folder = saved(setting, model)
@@ -238,7 +238,7 @@ def tp_plan(setting, way):
 
 
 def ep_plan(setting):
-    """transformers' expert parallelism: every process has its own experts, which the registered way computes."""
+    """Under transformers' expert parallelism, the registered implementation computes each process's own experts."""
     model = mixtures.build("qwen3_moe").to(setting.device)
     ids = torch.randint(3, 30, (2, 9), generator=torch.Generator().manual_seed(0)).to(setting.device)
     folder = saved(setting, model)
@@ -255,7 +255,7 @@ def ep_plan(setting):
     return setting.facts(parallel)
 
 
-# Every two values of any two columns meet.
+# Every two values of any two columns occur together.
 TENSOR_PARALLEL = [
     (Gated, "fuse_mlps", "before", True),
     (Gated, "fuse_mlps", "after", False),
@@ -302,7 +302,7 @@ CASES = {
 
 
 def refusal(name, backend):
-    """The reason why a case cannot run with the backend here, or None."""
+    """The reason why a case cannot run with this backend here, or None."""
     if backend == "gloo" and torch.cuda.is_available():
         if name.startswith("transformers"):
             return "transformers shards over the GPUs wherever there are any"
@@ -321,7 +321,7 @@ def main():
         torch.compiler.reset()
         try:
             results[name] = case(setting, *copy.copy(arguments))
-        except Exception:  # the test of the case shows it
+        except Exception:  # the case's test reports it
             results[name] = traceback.format_exc()
         dist.barrier()
     Path(folder, f"{setting.rank}.json").write_text(json.dumps(results))

@@ -1,6 +1,6 @@
 """More than one device: tensor parallelism, FSDP2, DDP, and transformers' own plan, in two processes.
 
-On CPUs through gloo; where there are two GPUs, the same cases through NCCL.
+They run on CPUs through gloo, and on two GPUs, if there are, through NCCL.
 """
 
 import functools
@@ -42,14 +42,14 @@ def results(backend):
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=has_gpus)])
 @pytest.mark.parametrize("case", CASES)
 def test_distributed(backend, case):
-    """Outputs and gradients are those of one process; explain says the same on every rank."""
+    """Outputs and gradients match those of one process, and explain reports the same on every rank."""
     if (reason := refusal(case, backend)) is not None:
         pytest.skip(reason)
     seen = [result[case] for result in results(backend)]
     assert not any(isinstance(one, str) for one in seen), "\n".join(str(one) for one in seen)
     assert seen[0] == seen[1]
     is_fused = not case.startswith(("tensor", "transformers"))
-    if case.startswith("FSDP2") and "by model" not in case:  # shards but during a call; a root model keeps them whole
+    if case.startswith("FSDP2") and "by model" not in case:  # sharded except during a call; a root model stays whole
         is_fused = False
         assert all("DTensor" in reason or "FSDPLinear" in reason for reason in seen[0]["reasons"])
     assert ("fused" in seen[0]["states"]) == is_fused
@@ -58,7 +58,7 @@ def test_distributed(backend, case):
 @has_gpus
 @pytest.mark.parametrize("kind", [Gated, PackedGated])
 def test_threads_of_data_parallel(fused_mlp, kind):
-    """nn.DataParallel, one process with a thread for each GPU."""
+    """nn.DataParallel, in one process with a thread for each GPU, gives the unfused model's results."""
     model, fused = pair(fused_mlp, "fuse_mlps", Blocks(kind).cuda())
     x = torch.randn(8, 32, device="cuda")
     outcomes = []

@@ -1,4 +1,4 @@
-"""Small calls that reach every kernel. As a script (`make sanitize`), puts them under NVIDIA's compute-sanitizer.
+"""Small calls that reach every kernel. As a script (`make sanitize`), it runs them under NVIDIA's compute-sanitizer.
 
 Memcheck finds accesses outside of allocations, racecheck hazards in shared memory, synccheck misuse of barriers.
 """
@@ -24,17 +24,17 @@ from reference import ACTIVATIONS, DTYPES, operands
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 
-# Rows, in, out. All dimensions have tails, and together they reach every kernel: test_gemm.py checks it.
+# Rows, in, out. All dimensions have tails, and together the shapes reach every kernel: test_gemm.py checks this.
 GATED = [
-    # streamed, by rows of a tile; k in one to eight parts
+    # streamed, by rows of a tile, with k split into one to eight parts
     *((5, k, n) for k, n in ((40, 40), (1544, 2568), (1032, 1032), (1032, 40))),
     *((13, 40, 5128), (40, 1032, 520), (40, 776, 40)),
     *((65, k, n) for k, n in ((1544, 1288), (1032, 520), (776, 40))),
     *((150, 2056, 776), (129, 1032, 392), (129, 776, 40)),
     *((177, 40, 10248), (197, 1032, 264), (197, 776, 40)),
-    # streamed, where the weights' rows lie multiples of 256 bytes apart: blocks of k are read two at a time
+    # streamed, with rows of the weights multiples of 256 bytes apart: blocks of k are read two at a time
     *((5, 1152, 1032), (13, 2176, 264), (40, 128, 520), (64, 896, 520)),
-    # tiled: several tiles of rows, and part of one
+    # tiled: several tiles of rows, and a partial one
     *((m, 328, n) for m, n in ((1300, 1032), (49, 12296))),
     *((m, 328, n) for m, n in ((3000, 392), (49, 10248))),
     (330, 328, 3080),
@@ -76,7 +76,7 @@ PLAIN = [
 ]
 # One tile with a tail, whole tiles, and several tiles for each CTA; both widths of the tiles of dx.
 TRAINING = [(5, 40, 40), (128, 128, 128), (300, 264, 520), (129, 72, 136), (2100, 200, 2056)]
-# The last two are for sm80's streamed kernels on a Hopper GPU, of which the second starts early.
+# On a Hopper GPU the last two reach sm80's streamed kernels; the second of these starts early.
 WHOLE = [
     (5, (272, 528, 144)),
     (65, (272, 528, 144)),
@@ -87,7 +87,7 @@ WHOLE = [
 
 
 def layers() -> Iterator[tuple[str, dict[str, torch.Tensor], str]]:
-    """Function, operands and activation of each call of a fused layer."""
+    """Yields function, operands and activation for each call of a fused layer."""
     count = 0
     for dtype in (torch.bfloat16, torch.float16):
         for function, shapes in (("gated_linear", GATED), ("linear", PLAIN)):
@@ -102,7 +102,7 @@ def layers() -> Iterator[tuple[str, dict[str, torch.Tensor], str]]:
 
 
 def mlps() -> Iterator[tuple[str, dict[str, torch.Tensor], str]]:
-    """The same of each call of a whole MLP."""
+    """Yields function, operands and activation for each call of a whole MLP."""
     for dtype in (torch.bfloat16, torch.float16):
         for function in ("gated_mlp", "mlp"):
             for rows, sizes in WHOLE:
@@ -110,8 +110,10 @@ def mlps() -> Iterator[tuple[str, dict[str, torch.Tensor], str]]:
 
 
 def gemms_of(architecture: str, fused_mlp) -> Iterator[tuple[str, dict[str, torch.Tensor], str]]:
-    """The same, by an architecture's kernels: those of sm90 for all layers, in every cut, and what is chosen for MLPs;
-    and each kernel forced while its cases are computed.
+    """Yields the calls of layers and MLPs for an architecture.
+
+    sm90's kernels compute all layers, in every split of k, and MLPs as chosen. Each other kernel is forced while its
+    own cases are computed.
     """
     if architecture == "chosen":
         yield from layers()
@@ -137,7 +139,7 @@ def gemms_of(architecture: str, fused_mlp) -> Iterator[tuple[str, dict[str, torc
 
 
 def training_kernels() -> Iterator[tuple[str, int, str]]:
-    """The GEMM that is forced, and the kind of call that shows it: all of sm90's at once, those of sm80 one by one."""
+    """Yields the GEMM to force and the kind of call that reaches it: sm90's all at once, those of sm80 one by one."""
     for architecture in gemm_kernels.ARCHITECTURES:
         if not gemm_kernels.runs_on(architecture, torch.cuda.get_device_capability()):
             continue
@@ -150,9 +152,9 @@ def training_kernels() -> Iterator[tuple[str, int, str]]:
 
 
 def training(fused_mlp, by_cublas: bool = False) -> Iterator[tuple[str, Callable[[], object]]]:
-    """The products of training by the kernels that are forced: what a call is, and the call.
+    """Yields the name and the call of each training product, for the kernels that are forced.
 
-    With `by_cublas` the gradient of the second weight is among them, for which the hidden values are stored.
+    `by_cublas` adds the gradient of the second weight, for which the hidden values are stored.
     """
     native = importlib.import_module(f"{fused_mlp.__name__}.backends.native")
     count = 0
@@ -171,7 +173,7 @@ def training(fused_mlp, by_cublas: bool = False) -> Iterator[tuple[str, Callable
                     _, gate, kept_up = native.training_forward(
                         x, weight, up, None, bias, up_bias, None, code, True, None
                     )
-                    needs = 1 if up is not None else 1 << 4  # x; of a plain MLP the bias, which takes no product
+                    needs = 1 if up is not None else 1 << 4  # x; for a plain MLP the bias, which needs no product
                     needs |= by_cublas << 3
                     given = (x, weight, up, down_weight, bias, up_bias, gate, None if up is None else kept_up)
                     native.training_backward(torch.ones_like(x), *given, code, needs, None)
@@ -181,7 +183,7 @@ def training(fused_mlp, by_cublas: bool = False) -> Iterator[tuple[str, Callable
 
 
 def biases(native) -> int:
-    """Gradients of biases, read in vectors and by element, of so many rows that they are summed in parts; how many."""
+    """Computes bias gradients, by vectors and by elements, with enough rows to sum in parts; returns the call count."""
     cases = list(itertools.product(((2100, 24, 40), (3100, 21, 33)), DTYPES))
     for (rows, n_in, features), dtype in cases:
         print(f"gradient of a bias: {rows}, {features}, {dtype}", flush=True)
@@ -196,8 +198,9 @@ def biases(native) -> int:
 
 
 def forced_shapes(architecture: str, entry: tuple[str, ...]) -> list[tuple[str, tuple[int, int, int]]]:
-    """Function, and rows, in and out, for a kernel of a list: whole tiles, tails of all, and k of less than a block, of
-    some, and of more than the ring holds. Those of sm90 are chosen in other cases too: one is enough.
+    """Function, and rows, in and out, for a listed kernel: whole tiles, tails in all dimensions, and k of less than a
+    block, of some blocks, and of more than the ring holds. One shape is enough for sm90, whose kernels are also chosen
+    in other cases.
     """
     function = "gated_linear" if entry[1] == "Gated" else "linear"
     if architecture == "sm90":
@@ -216,7 +219,7 @@ def forced_shapes(architecture: str, entry: tuple[str, ...]) -> list[tuple[str, 
 
 
 def fits(architecture: str, entry: tuple[str, ...]) -> bool:
-    """True if the GPU has the shared memory that a kernel needs: all of sm90's do."""
+    """True if the GPU has the shared memory that a kernel needs; it has for all of sm90's."""
     if architecture == "sm90":
         return True
     rows, width, block_k, warps_m, warps, *_, stages = (int(number) for number in entry if number.isdigit())
@@ -231,7 +234,7 @@ def fits(architecture: str, entry: tuple[str, ...]) -> bool:
 
 
 def pointwise() -> Iterator[tuple[torch.Tensor, torch.Tensor, str]]:
-    """Gate, up and activation: dense and packed, with and without a tail."""
+    """Yields gate, up and activation: dense and packed, with and without a tail."""
     for dtype in DTYPES:
         for activation in ACTIVATIONS:
             for rows, cols in ((3, 328), (5, 77)):
@@ -241,7 +244,7 @@ def pointwise() -> Iterator[tuple[torch.Tensor, torch.Tensor, str]]:
 
 
 def experts(architecture: str) -> Iterator[tuple[dict[str, torch.Tensor], dict]]:
-    """Operands and form of calls of experts_mlp: tiles of all numbers of rows, one to eight CTAs to each."""
+    """Yields operands and form of calls of experts_mlp: tiles with all numbers of rows, one to eight CTAs for each."""
     interleaved = {"interleaved": True, "limit": 7.0, "up_offset": 1.0}
     for dtype in (torch.bfloat16, torch.float16):
         for (tokens, k, experts), form in itertools.product(
@@ -251,7 +254,7 @@ def experts(architecture: str) -> Iterator[tuple[dict[str, torch.Tensor], dict]]
             n_in, hidden, out = {1: (1032, 520, 40), 12: (1152, 640, 40)}.get(tokens, (136, 72, 264))
             if "transposed" in form:
                 if architecture == "sm90" and tokens * k > 32 * experts:
-                    continue  # too many rows an expert for weights that lie so
+                    continue  # too many rows per expert for transposed weights
                 n_in, hidden = n_in // 64 * 64, hidden // 64 * 64
             rows = hidden if "gated" in form else 2 * hidden
             made = {"x": torch.randn(tokens, n_in), "top_k_index": torch.randint(-1, experts + 1, (tokens, k))}
@@ -271,7 +274,7 @@ def experts(architecture: str) -> Iterator[tuple[dict[str, torch.Tensor], dict]]
 
 
 def grouped(fused_mlp, architecture: str) -> int:
-    """The calls of experts() by an architecture's kernels; how many."""
+    """Runs the calls of experts() on an architecture's kernels; returns their number."""
     calls = 0
     with gemm_kernels.forced(fused_mlp, architecture), torch.no_grad():
         for made, form in experts(architecture):
@@ -285,9 +288,7 @@ def grouped(fused_mlp, architecture: str) -> int:
 
 
 def trained_experts(ops, fused_mlp) -> int:
-    """Training of experts by each architecture: few and many rows of each, some of none, tails of features; how many
-    calls.
-    """
+    """Trains experts on each architecture: few, many and no rows per expert, feature tails; returns the call count."""
     found = [each for each in gemm_kernels.ARCHITECTURES if gemm_kernels.runs_on(each, CAPABILITY)]
     calls = 0
     for architecture in found:
@@ -309,7 +310,7 @@ def _trained_experts(ops, architecture: str) -> int:
             for size in ((tokens, 328), (experts, 400, 328), (experts, 328, 200))
         )
         routed = index, torch.rand(tokens, k, device="cuda"), first, second
-        # Those of adapters lie as PEFT keeps them, in either dtype, of ranks with and without a tail.
+        # Adapters are laid out as PEFT keeps them, in either dtype, with ranks with and without a tail.
         rank, kind = (5, torch.float32) if tokens == 300 else (16, dtype)
         sizes = ((experts, rank, 328), (400, rank, experts), (experts, rank, 200), (328, rank, experts))
         factors = [torch.randn(size, device="cuda").to(kind) for size in sizes]
@@ -317,7 +318,7 @@ def _trained_experts(ops, architecture: str) -> int:
         nothing, form = (None, None), (4, True, False, False, None, 0.0)
         for adapters, bits in (([None] * 4, 15), (factors, 255)):
             if adapters is factors and architecture != "sm90":
-                continue  # which alone adds the terms of adapters
+                continue  # only sm90 has kernels that add the terms of adapters
             _, sorted_x, gate_up, *rows = ops.experts_training_forward(
                 x, *routed, *nothing, adapters, [0.5, 2.0], *form, True
             )
@@ -328,7 +329,7 @@ def _trained_experts(ops, architecture: str) -> int:
             ops.experts_training_backward_(*kept)
         if architecture == "sm90":
             ops.adapted_experts(x, *routed, *nothing, factors, [0.5, 2.0], 4, True, False, False, None, 0.0)
-        # gpt-oss's: transposed, in turns, with biases and limits; and those without a gate.
+        # As in gpt-oss: transposed, interleaved, with biases and limits; and without a gate.
         biases = (torch.randn(experts, size, device="cuda").to(dtype) for size in (400, 328))
         lying = index, routed[1], first.mT.contiguous(), second.mT.contiguous(), *biases
         alone = index, routed[1], first[:, :200], second, *nothing
@@ -343,7 +344,7 @@ def _trained_experts(ops, architecture: str) -> int:
             sorted_x, gate_up, *rows = kept
             kept = torch.ones_like(x), sorted_x, gate_up, *given, adapters, [0.5, 2.0], rows[0] if rows else None
             ops.experts_training_backward(*kept, *form, bits)
-            *_, sums = ops.experts_training_backward(*kept, *form, 1 << 10)  # in two calls, as a graph has it
+            *_, sums = ops.experts_training_backward(*kept, *form, 1 << 10)  # in two calls, as in a graph
             ops.experts_training_backward(*kept[:2], sums, *kept[3:], *form, 5 | 1 << 11)
             ops.experts_training_backward_(*kept, *form, bits)
         torch.cuda.synchronize()
@@ -351,7 +352,7 @@ def _trained_experts(ops, architecture: str) -> int:
 
 
 def routers(op) -> int:
-    """Calls of the router, behind cuBLAS's product; how many."""
+    """Calls the router, behind cuBLAS's product; returns the number of calls."""
     cases = list(
         itertools.product((1, 5, 130), ((3, 3), (33, 8), (128, 8), (512, 32)), (torch.float32, torch.bfloat16))
     )
@@ -365,7 +366,7 @@ def routers(op) -> int:
 
 
 def sigmoid_routers(op) -> int:
-    """Calls of the router by sigmoids, with a product of its own or cuBLAS's behind casts; how many."""
+    """Calls the sigmoid router, with its own product or with cuBLAS's behind casts; returns the number of calls."""
     cases = list(
         itertools.product(
             (1, 5, 130),
@@ -382,9 +383,9 @@ def sigmoid_routers(op) -> int:
 
 
 def blocks(op, fused_mlp, by_cublas: bool) -> int:
-    """Calls of the block's op: a warp and a block of threads for a row, vectors and elements, more than registers hold;
-    those alone whose product is not cuBLAS's, unless `by_cublas`; how many. All rows share a norm's weight, or each has
-    its own.
+    """Calls the block's op: one warp or one block of threads per row, vectors and elements, rows too long for
+    registers. A norm's weight is shared by all rows or differs per row. Unless `by_cublas`, calls whose product is
+    cuBLAS's are skipped. Returns the number of calls.
     """
     count = 0
     for rows, n_in, features in (*((m, k, n) for m, k, n in PLAIN if m * n < 400_000), (5, 72, 77), (3, 40, 9001)):
@@ -411,7 +412,7 @@ def blocks(op, fused_mlp, by_cublas: bool) -> int:
 
 
 def norms(ops) -> int:
-    """Norms by themselves, forward and backward, of shared and of wider weights; how many calls."""
+    """Runs standalone norms, forward and backward, with shared and with wider weights; returns the number of calls."""
     shapes = ((7, 33), (3, 64), (300, 1000), (700, 128), (9, 12288), (2049, 16))
     cases = list(itertools.product(shapes, DTYPES, (1, 2, 3, 5)))
     for (rows, features), dtype, kind in cases:
@@ -432,7 +433,7 @@ def norms(ops) -> int:
 
 
 def attentions(ops) -> int:
-    """Projections of one input and rotary embeddings, forward and backward: vectors and elements; how many calls."""
+    """Runs projections of one input and rotary embeddings both ways, by vector and element; returns the call count."""
     heads, layers = (
         ((3, 4, 2, 9, 64), (1, 3, 1, 70, 6), (2, 40, 8, 5, 128)),
         ((70, 40, (72, 24, 8)), (5, 33, (9, 17, 3))),
@@ -454,7 +455,7 @@ def attentions(ops) -> int:
 
 
 def adapted(fused_mlp) -> int:
-    """Layers with low-rank adapters, forward and backward, with and without dropout; how many calls."""
+    """Runs layers with low-rank adapters both ways, with and without dropout; returns the number of calls."""
     shapes = ((5, 136, 264), (40, 320, 192), (300, 520, 776), (1300, 520, 1032), (1301, 288, 1056))
     cases = list(itertools.product(shapes, (8, 24), (torch.bfloat16, torch.float16), (0.0, 0.3)))
     for (rows, width, hidden), rank, dtype, dropout in cases:
@@ -483,7 +484,7 @@ QUANTIZED = "nf4", "nested", "fp8", "fp8 lower blocks", "fp8 rows", "int8", "int
 
 
 def quantized_weight(fused_mlp, kind: str, n: int, k: int):
-    """A weight of random values in a format."""
+    """A random weight in a format."""
     if kind.startswith("fp8"):
         block = {"fp8": (128, 128), "fp8 lower blocks": (64, 128), "fp8 rows": (1, k)}[kind]
         scales = torch.rand(-(-n // block[0]), -(-k // block[1]), device="cuda")
@@ -508,7 +509,7 @@ def quantized_weight(fused_mlp, kind: str, n: int, k: int):
 
 
 def quantized(fused_mlp) -> int:
-    """Quantised weights: few rows streamed, more in tiles, many decoded first or rounded to FP8; how many calls."""
+    """Runs quantised weights: few rows streamed, more tiled, many decoded or rounded to FP8; returns the call count."""
     rows, shapes = (1, 7, 16, 30, 33, 100, 300, 600), ((128, 320), (576, 64))
     cases = list(itertools.product(rows, shapes, DTYPES, QUANTIZED))
     for rows, (width, hidden), dtype, kind in cases:
@@ -526,7 +527,7 @@ def quantized(fused_mlp) -> int:
 
 
 def quantized_stack(fused_mlp, kind: str, experts: int, n: int, k: int):
-    """Weights of experts, of random values in a format."""
+    """Random weights of experts in a format."""
     if kind == "fp8":
         values = torch.randn(experts, n, k, device="cuda").to(torch.float8_e4m3fn)
         scales = torch.rand(experts, -(-n // 128), -(-k // 128), device="cuda")
@@ -536,7 +537,7 @@ def quantized_stack(fused_mlp, kind: str, experts: int, n: int, k: int):
 
 
 def quantized_experts(fused_mlp) -> int:
-    """Experts in FP8 and MXFP4, of few rows and more, and their decoding; how many calls."""
+    """Runs FP8 and MXFP4 experts of few and of more rows, and their decoding; returns the number of calls."""
     cases = list(itertools.product((1, 5, 20, 90, 200), ((128, 320), (576, 64), (96, 160)), ("fp8", "mxfp4")))
     for tokens, (width, hidden), kind in cases:
         print(f"quantised experts: {tokens}, {width}, {hidden}, {kind}", flush=True)
@@ -555,7 +556,7 @@ def quantized_experts(fused_mlp) -> int:
 
 
 def run(tool: str):
-    """All calls, one at a time and announced, so that what the sanitizer reports stands below its call; the package."""
+    """Runs all calls one by one, each announced so that the sanitizer's reports follow it; returns the package."""
     from kernels import get_kernel
 
     fused_mlp = get_kernel(project.repo_id(), version=project.version(), backend="cuda")
@@ -568,7 +569,7 @@ def run(tool: str):
             for function, made, activation in gemms_of(architecture, fused_mlp):
                 explanation = fused_mlp.explain(getattr(fused_mlp, function), **made, activation=activation)
                 if tool == "racecheck" and not all(part.fused for part in explanation.parts):
-                    continue  # cuBLAS's kernels fault beside those that racecheck has instrumented
+                    continue  # cuBLAS's kernels fault next to kernels instrumented by racecheck
                 shapes = ", ".join(f"{name} {list(operand.shape)}" for name, operand in made.items())
                 print(f"{architecture}: {function}: {shapes}, {made['x'].dtype}, {activation}", flush=True)
                 getattr(fused_mlp, function)(**made, activation=activation)
@@ -579,7 +580,7 @@ def run(tool: str):
                 calls += grouped(fused_mlp, architecture)
         calls += trained_experts(native, fused_mlp)
         calls += norms(native) + attentions(native) + quantized(fused_mlp) + quantized_experts(fused_mlp)
-        if tool != "racecheck":  # beside whose kernels those of cuBLAS fault
+        if tool != "racecheck":  # cuBLAS's kernels fault next to those it instruments
             calls += adapted(fused_mlp)
         calls += biases(native)
         calls += blocks(native.residual_mlp, fused_mlp, by_cublas=tool != "racecheck")
@@ -607,9 +608,9 @@ def run(tool: str):
 
 def start(sanitizer: str, tool: str) -> subprocess.Popen:
     command = [sanitizer, f"--tool={tool}", "--error-exitcode=1"]
-    command += ["--kernel-name=kns=fused_mlp", "--report-api-errors=no"]  # what torch does besides is not checked
+    command += ["--kernel-name=kns=fused_mlp", "--report-api-errors=no"]  # torch's own kernels are not checked
     command += [sys.executable, __file__, tool]
-    # An allocation of its own for every tensor: what lies outside of one is then outside of allocated memory.
+    # Each tensor gets an allocation of its own, so that an access beyond it is outside of all allocations.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

@@ -1,4 +1,4 @@
-"""The compiled CUDA extension, as it lies in build/: no GPU is needed to look at its machine code."""
+"""The compiled CUDA extension in build/; inspecting its machine code needs no GPU."""
 
 import itertools
 import math
@@ -21,8 +21,8 @@ from builder import abi, toolchain
 from tuning.sm80.prediction import Predictor
 
 MIB = 2**20
-DTYPE = b"bfloat16"  # of the kernels that are disassembled
-# Libraries that every machine with this torch has. torch brings the CUDA libraries; the extension itself asks for none.
+DTYPE = b"bfloat16"  # the dtype whose kernels are disassembled
+# Libraries that every machine with this torch has. torch brings the CUDA libraries; the extension needs none itself.
 LIBRARIES = r"lib(torch_cuda|torch_cpu|torch|c10|stdc\+\+|gcc_s|m|c|dl|pthread|rt)\.so(\.\d+)?|ld-linux-.*\.so\.\d+"
 
 
@@ -34,7 +34,7 @@ def extension(cuda_variant) -> Path:
 
 @pytest.fixture(scope="module")
 def cuobjdump() -> str:
-    """The path of the CUDA toolkit's cuobjdump, where the toolkit is whole, else of Triton's."""
+    """The path of cuobjdump: the CUDA toolkit's if it is complete, else Triton's."""
     folders = [Path(toolchain.nvcc().path).parent]
     if (triton := find_spec("triton")) is not None:
         folders.append(Path(triton.origin).parent / "backends/nvidia/bin")
@@ -57,7 +57,7 @@ def cubins(extension: Path, cuobjdump: str, arch: str, folder: Path) -> list[Pat
 
 
 def cubins_of_sm80(extension: Path, cuobjdump: str, arch: str, folder: Path) -> list[Path]:
-    """Those with the GEMMs of cuda/sm80, by the namespace in their mangled names."""
+    """The cubins with the GEMMs of cuda/sm80, by the namespace in their mangled names."""
     return [path for path in cubins(extension, cuobjdump, arch, folder) if b"4sm80" in path.read_bytes()]
 
 
@@ -81,12 +81,12 @@ def resources(usage: str, keys: str = "STACK|LOCAL") -> Iterator[tuple[str, dict
 
 @pytest.fixture(scope="module")
 def hopper_usage(cuobjdump, hopper_cubins) -> dict[str, dict[str, int]]:
-    """The stack and the local memory of every kernel."""
+    """The stack and local memory of every kernel."""
     return {name: used for cubin in hopper_cubins for name, used in resources(output(cuobjdump, "-res-usage", cubin))}
 
 
 def test_hopper_gemms_use_tensor_cores_and_tma(cuobjdump, hopper_cubins):
-    """Those of one dtype: the other differs in an operand of the same instructions, and disassembling takes long."""
+    """Hopper GEMMs of one dtype use HGMMA and TMA; the other dtype has the same opcodes, and disassembly is slow."""
     chosen = [cubin for cubin in hopper_cubins if b"gemm_kernelI" in cubin.read_bytes() and DTYPE in cubin.read_bytes()]
     code_of = {}
     for cubin in chosen:
@@ -102,14 +102,14 @@ def test_products_of_fp8_use_tensor_cores_of_fp8_and_tma(cuobjdump, hopper_cubin
     (cubin,) = (path for path in hopper_cubins if b"scaled_kernelI" in path.read_bytes())
     found = instructions(output(cuobjdump, "-sass", cubin))
     code_of = {name: code for name, code in found.items() if "scaled_kernel" in name}
-    assert len(code_of) == 2 * len(gemm_kernels.DTYPES) + 2  # those of experts, in one dtype
+    assert len(code_of) == 2 * len(gemm_kernels.DTYPES) + 2  # those of experts exist in one dtype
     for name, code in code_of.items():
         assert {"QGMMA", "UTMALDG"} <= code, name
 
 
-# Bytes that kernels keep in local memory: the gradient of experts that train, whose epilogue holds the sums of its rows
-# beside those of the tile, and the gradient of a factor behind dropout, of two tiles of ranks. They are
-# measured as they are; no other kernel may, and these no more.
+# Bytes that kernels may spill, as measured; no other kernel may spill, and these no more. The gradient of trained
+# experts holds the sums of its rows beside those of the tile; the gradient of a factor behind dropout has two tiles of
+# ranks.
 SPILLED = {"GroupedTilesI.*ProductE5": 16, "masked_outer_kernelI.*Li2E": 16}
 
 
@@ -130,15 +130,16 @@ def test_code_for_every_arch_is_there(cuda_variant, extension, cuobjdump):
     wanted = [arch.replace(".", "").removesuffix("+PTX") for arch in archs]
     assert set(wanted) <= set(cubins)
     assert {arch.replace(".", "").removesuffix("+PTX") for arch in archs if arch.endswith("+PTX")} == set(ptx)
-    # A cubin may be there and empty, as those of the linker are.
+    # A cubin may exist and be empty, like the linker's.
     for arch in wanted:
         usage = output(cuobjdump, "-arch", f"sm_{arch}", "-res-usage", extension)
         assert any("pointwise_kernel" in name or "gemm_kernel" in name for name, _ in resources(usage)), arch
 
 
 def test_extension_is_small(extension):
-    """Grouped products for five architectures take 1.2 MiB of it, kernels that read FP8 weights 0.75, int4 in tiles
-    and those of adapters 0.1 each."""
+    """The extension stays below its size limit. Grouped products for five architectures take 1.2 MiB of it, kernels
+    that read FP8 weights 0.75, int4 in tiles and those of adapters 0.1 each.
+    """
     assert extension.stat().st_size <= 16.8 * MIB
 
 
@@ -148,7 +149,7 @@ def test_extension_keeps_its_statics_to_itself(cuda_variant, extension):
     symbols = "".join(output("nm", "--demangle", path) for path in objects)
     assert {*re.findall(r" (\w) .*devices_done$", symbols, re.MULTILINE)} == {
         "b"
-    }  # whatever flags they are compiled by
+    }  # whatever flags they were compiled with
 
 
 TWO_BUILDS = """
@@ -168,7 +169,7 @@ for name in ("first", "second"):
 
 
 def test_two_builds_launch_in_one_process(extension, tmp_path):
-    """Kernels that take more than 48 KiB of shared memory, which each build has to ask for."""
+    """Two builds in one process launch kernels with over 48 KiB of shared memory, which each build must request."""
     if not torch.cuda.is_available():
         pytest.skip("no GPU to launch a kernel on")
     second = checkout.make(tmp_path / "second")
@@ -209,7 +210,7 @@ def test_every_grouped_kernel_is_there(hopper_usage):
     assert rows and more and sorted(found) == sorted(wanted)
 
 
-# The GEMMs of sm_80: by the architecture compiled for, the capabilities that run its code, with the shared memory and
+# The GEMMs of sm_80, by the target architecture: the capabilities that run its code, with the KiB of shared memory and
 # the warps of a multiprocessor.
 MULTIPROCESSORS = {
     "sm_80": {"8.0": (164, 64)},
@@ -221,8 +222,9 @@ KIB = 2**10
 
 
 def ctas(registers: int, threads: int, shared: int, shared_kib: int, warps: int) -> int:
-    """The number that a multiprocessor holds. Registers are given to warps in units of 256; each CTA costs 1 KiB
-    besides."""
+    """The number of CTAs that a multiprocessor holds. Registers are allocated to warps in units of 256; each CTA costs
+    another 1 KiB of shared memory.
+    """
     registers_of_warp = -(-registers * 32 // 256) * 256
     of_registers = 65536 // registers_of_warp // (threads // 32)
     return min(of_registers, shared_kib * KIB // (shared + KIB), warps // (threads // 32))
@@ -230,7 +232,7 @@ def ctas(registers: int, threads: int, shared: int, shared_kib: int, warps: int)
 
 @pytest.fixture(scope="module")
 def sizes(tmp_path_factory) -> dict[tuple[str, ...], tuple[int, int]]:
-    """Threads and bytes of shared memory of sm80's kernels."""
+    """The threads and bytes of shared memory of sm80's kernels."""
     kernels = Predictor(tmp_path_factory.mktemp("sizes")).kernels()
     sizes = [(kernel.threads, kernel.shared) for kernel in kernels]
     return dict(zip(gemm_kernels.entries("sm80"), sizes, strict=True))
@@ -242,7 +244,7 @@ GROUPED = (
 
 
 def grouped_entries() -> list[tuple[str, ...]]:
-    """Main loop and arguments of each line of the list of grouped kernels, with the product as its number."""
+    """Main loop, product number and arguments of each line of the list of grouped kernels."""
     text = (project.ROOT / "cuda/sm80/grouped/grouped.def").read_text()
     found = re.findall(r"^FUSED_MLP_GROUPED_(STREAMED|TILED)\((\w+), (.*)\)$", text, re.MULTILINE)
     numbers = {"Plain": "0", "Gated": "1"}
@@ -250,7 +252,7 @@ def grouped_entries() -> list[tuple[str, ...]]:
 
 
 def resources_of_sm80(extension, cuobjdump, arch, folder) -> Iterator[tuple[str, dict[str, int]]]:
-    """The kernels of the GEMMs of sm80, demangled, with what they use: nothing is spilled."""
+    """Yields the demangled name and resources of each GEMM kernel of sm80, and checks that nothing is spilled."""
     for cubin in cubins_of_sm80(extension, cuobjdump, arch, folder):
         used = dict(resources(output(cuobjdump, "-res-usage", cubin), "REG|STACK|LOCAL"))
         for symbol, demangled in zip(used, output("c++filt", *used).splitlines(), strict=True):
@@ -260,14 +262,14 @@ def resources_of_sm80(extension, cuobjdump, arch, folder) -> Iterator[tuple[str,
 
 @pytest.mark.parametrize("arch", MULTIPROCESSORS)
 def test_grouped_kernels_of_sm80_fit_their_gpus(extension, cuobjdump, tmp_path, arch):
-    """Those of the list, for both dtypes; no spills, and registers for two CTAs."""
+    """The listed kernels exist in both dtypes, spill nothing, and leave registers for two CTAs."""
     found = []
     for demangled, figures in resources_of_sm80(extension, cuobjdump, arch, tmp_path):
         if (kernel := re.search(GROUPED, demangled)) is None:
             continue
         loop, dtype, product, arguments = kernel.groups()
         found.append((dtype, loop, product, arguments.replace("(bool)1", "true").replace("(bool)0", "false")))
-        first = 4 if loop == "tiled" else 3  # of the numbers of warps
+        first = 4 if loop == "tiled" else 3  # index of the first number of warps
         warps = math.prod(int(number) for number in arguments.split(", ")[first : first + 2])
         assert 2 * warps * -(-figures["REG"] * 32 // 256) * 256 <= 65536, demangled
     assert sorted(found) == sorted((dtype, *entry) for dtype in gemm_kernels.DTYPES for entry in grouped_entries())
@@ -275,7 +277,7 @@ def test_grouped_kernels_of_sm80_fit_their_gpus(extension, cuobjdump, tmp_path, 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])  # all of 8.x run the code of 8.0
 def test_outer_products_of_sm80_fit_their_gpus(extension, cuobjdump, tmp_path, arch):
-    """Those of both dtypes; no spills, and registers for two CTAs of four warps."""
+    """Both dtypes exist, spill nothing, and leave registers for two CTAs of four warps."""
     found = []
     for demangled, figures in resources_of_sm80(extension, cuobjdump, arch, tmp_path):
         if (kernel := re.search(r"outer_kernel<\S*::OuterGemm<(\w+)>", demangled)) is None:
@@ -287,7 +289,7 @@ def test_outer_products_of_sm80_fit_their_gpus(extension, cuobjdump, tmp_path, a
 
 @pytest.mark.parametrize("arch", MULTIPROCESSORS)
 def test_gemms_of_sm80_fit_their_gpus(extension, cuobjdump, tmp_path, sizes, arch):
-    """No spills, and as many CTAs on a multiprocessor as the tiles were cut for."""
+    """The kernels spill nothing, and a multiprocessor holds as many CTAs as the tiles were cut for."""
     limit = min(kib for kib, _ in MULTIPROCESSORS[arch].values())
     seen = set()
     for demangled, figures in resources_of_sm80(extension, cuobjdump, arch, tmp_path):
@@ -306,7 +308,7 @@ def test_gemms_of_sm80_fit_their_gpus(extension, cuobjdump, tmp_path, sizes, arc
 
 
 def test_gemms_of_sm80_use_tensor_cores_and_asynchronous_copies(extension, cuobjdump, tmp_path):
-    """As their source has them, which is the same for every architecture: disassembled for one, and of one dtype."""
+    """The code has HMMA, LDSM and LDGSTS; all architectures share the source, so one is disassembled, in one dtype."""
     chosen = [path for path in cubins_of_sm80(extension, cuobjdump, "sm_80", tmp_path) if DTYPE in path.read_bytes()]
     assert chosen
     for cubin in chosen:
@@ -315,7 +317,7 @@ def test_gemms_of_sm80_use_tensor_cores_and_asynchronous_copies(extension, cuobj
 
 
 def test_a_test_can_force_kernels(cuda_variant, extension):
-    """In a process of its own, as there is a stub in place of torch's CUDA library."""
+    """Kernels can be forced; a stub replaces torch's CUDA library, so this runs in a process of its own."""
     count = len(gemm_kernels.entries("sm80"))
     program = """
 import ctypes, sys, torch

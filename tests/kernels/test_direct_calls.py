@@ -1,4 +1,4 @@
-"""Calls past torch's dispatcher: results are the op's, which is called wherever the dispatcher has more to do."""
+"""Calls past torch's dispatcher: results are the op's, and the op is called wherever the dispatcher has more to do."""
 
 import contextlib
 import copy
@@ -22,7 +22,7 @@ ISA = os.environ.get("FUSED_MLP_CPU_ISA", torch.backends.cpu.get_cpu_capability(
 pytestmark = pytest.mark.skipif(not ON_GPU and ISA in ("scalar", "DEFAULT"), reason="this CPU runs torch's products")
 on_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 
-# All layers of these sizes are ours, on every GPU and CPU.
+# Compiled kernels serve all layers of these sizes, on every GPU and CPU.
 SIZES = 64, 192, 64
 DTYPES = (torch.bfloat16, torch.float16, torch.float32) if ON_GPU else (torch.bfloat16, torch.float32)
 SHAPES = ((64,), (1, 64), (2, 2, 64), (1, 1, 300, 64)) if ON_GPU else ((64,), (4, 64), (2, 1, 2, 64))
@@ -48,7 +48,7 @@ class Behind(Around):
 
 
 def by_columns(module, *names):
-    """The same module with weights that are transposes of what is in memory, as GPT-2's are; all, or those named."""
+    """Makes weights transposed views, as GPT-2's are; all of them, or only those of the named layers."""
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Linear) and (not names or name in names):
             layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
@@ -68,7 +68,7 @@ KINDS = {
     "block without a norm": lambda: Before(Plain(sizes=SIZES)),
     "block, norm of the sum": lambda: Behind(Plain(sizes=SIZES), last=nn.LayerNorm(64)),
 }
-# Weights that our products do not read. On a GPU torch's computes one layer or both, and GELU in its epilogue.
+# Weights that our kernels cannot read. On a GPU torch's GEMM computes one layer or both, with GELU in its epilogue.
 BY_COLUMNS = {
     "linear by columns": lambda: by_columns(Intermediate(sizes=SIZES[:2])),
     "plain by columns": lambda: by_columns(Plain(TanhGelu, sizes=SIZES)),
@@ -86,7 +86,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 @pytest.fixture
 def ops(tell_ops):
-    """The names of the ops that are called."""
+    """Records the names of called ops."""
     taken = []
     tell_ops(lambda name, _: taken.append(name))
     return taken
@@ -100,7 +100,7 @@ def fused_pair(fused_mlp, kind, dtype=torch.bfloat16):
             nn.init.normal_(norm.weight)
     fused = copy.deepcopy(module)
     assert fused_mlp.fuse_mlps(fused).fused
-    for _ in range(2):  # the class of an activation is learnt at its first call, torch's handle for cuBLAS made then
+    for _ in range(2):  # the first call learns the activation's class and creates torch's cuBLAS handle
         fused(x_of(dtype=dtype))
     return module, fused
 
@@ -110,7 +110,7 @@ def x_of(*shape, dtype=torch.bfloat16):
 
 
 def by_op(call, *given):
-    """The result by torch's dispatcher, as where a profiler runs."""
+    """The result through torch's dispatcher, which calls take under a profiler."""
     with torch.autograd.profiler.profile():
         return call(*given)
 
@@ -135,7 +135,7 @@ def test_the_result_is_the_ops(fused_mlp, ops, kind, dtype, mode):
 
 
 def test_functions(fused_mlp, tell_ops):
-    """The functions of the package, called by themselves."""
+    """The package's functions give the op's bits without calling it."""
     calls = importlib.import_module(f"{fused_mlp.__name__}.calls")
     names, taken = ("linear", "gated_linear", "mlp", "gated_mlp"), []
     tell_ops(lambda name, _: taken.append(name), calls._COMPILED_OPS)
@@ -163,7 +163,7 @@ def test_weights_by_columns_are_read_by_the_op(fused_mlp, ops, kind):
 
 @on_gpu
 def test_a_layer_that_torch_makes_the_result_of(fused_mlp, ops):
-    """A call cannot say where the epilogue of torch's GEMM is to write."""
+    """A direct call cannot set the output of torch's GEMM epilogue, so the op runs instead."""
     layer = by_columns(Intermediate(TanhGelu, sizes=SIZES[:2]).to(DEVICE, torch.bfloat16)).requires_grad_(False)
     fused = copy.deepcopy(layer)
     assert fused_mlp.fuse_mlps(fused).fused
@@ -176,7 +176,7 @@ def test_a_layer_that_torch_makes_the_result_of(fused_mlp, ops):
 @pytest.mark.parametrize("architecture", gemm_kernels.ARCHITECTURES)
 @pytest.mark.parametrize("features", [64, 72, 200])
 def test_every_kernel_that_adds_the_residual(fused_mlp, ops, architecture, features):
-    """The op has a kernel for the sum instead. There is a factor, and the rows of the residual are apart."""
+    """Each kernel adds a scaled residual of strided rows in a direct call, with the bits of the op's sum kernel."""
     if not gemm_kernels.runs_on(architecture, torch.cuda.get_device_capability()):
         pytest.skip("not on this GPU")
     shortcut = importlib.import_module(f"{fused_mlp.__name__}.models.running.shortcut")
@@ -201,7 +201,7 @@ def test_every_kernel_that_adds_the_residual(fused_mlp, ops, architecture, featu
 
 @every_kind
 def test_rows_that_are_apart(fused_mlp, ops, kind):
-    """Rows of a wider matrix are read where they are; other layouts are copied by the op."""
+    """Rows of a wider matrix are read in place; the op copies other layouts."""
     _, fused = fused_pair(fused_mlp, kind)
     ops.clear()
     x = x_of(4, 128)[:, :64]
@@ -219,7 +219,7 @@ def negated(module):
 
 @every_kind
 def test_negative_bits(fused_mlp, ops, kind):
-    """Views that stand for the negative of what is in memory, as inputs and as weights."""
+    """Inputs and weights that are lazily negated views go through the op and give right results."""
     module, fused = fused_pair(fused_mlp, kind)
     ops.clear()
     x = torch._neg_view(x_of())
@@ -232,13 +232,13 @@ def test_negative_bits(fused_mlp, ops, kind):
 
 @pytest.mark.parametrize("place", [0, 1, 2, 3, 4, 6, 8, 9, 12, 13])
 def test_each_tensor_is_asked_for_its_negative_bit(fused_mlp, place):
-    """Input, weights, biases, residual, and weight and bias of both norms."""
+    """A negative bit on input, weight, bias, residual, or a norm's weight or bias makes the direct call decline."""
     shortcut = importlib.import_module(f"{fused_mlp.__name__}.models.running.shortcut")
     vectors = [x_of(64) for _ in range(5)]
     layers = x_of(192, 64), x_of(64, 192), x_of(192), vectors[0], 4
     norms = *vectors[1:3], 1e-5, 1, *vectors[3:], 1e-5, 1, True
     operands = [x_of(2, 64), *layers, x_of(2, 64), 1.0, *norms]
-    fused_mlp.mlp(operands[0], *layers[:2])  # a thread's first call goes through the op, for a handle of cuBLAS
+    fused_mlp.mlp(operands[0], *layers[:2])  # a thread's first call goes through the op, which creates a cuBLAS handle
     assert shortcut.plain.directly(False, tuple(operands)) is not None
     operands[place] = torch._neg_view(operands[place])
     assert shortcut.plain.directly(False, tuple(operands)) is None
@@ -251,7 +251,7 @@ def test_vmap(fused_mlp, kind):
     torch.testing.assert_close(torch.func.vmap(fused)(x), module(x), rtol=0, atol=5e-2)
 
 
-# A LayerNorm of the input has tangents of float32.
+# With a LayerNorm of the input, tangents are float32.
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("block, packed", "block, first by columns")])
 def test_jvp(fused_mlp, kind):
     module, fused = fused_pair(fused_mlp, kind)
@@ -270,7 +270,7 @@ def test_what_watches_sees_the_op(fused_mlp, kind):
 
 @every_kind
 def test_wrong_operands(fused_mlp, kind):
-    """Errors are the original's."""
+    """Wrong operands raise the same kind of error as in the original module."""
     module, fused = fused_pair(fused_mlp, kind)
     for wrong in (x_of(2, 63), x_of(2, 64, dtype=torch.float64)):
         for each in (module, fused):
@@ -282,7 +282,7 @@ def test_wrong_operands(fused_mlp, kind):
 
 @every_kind
 def test_changed_weights(fused_mlp, kind):
-    """Other weights, other data in the same weights, and others in their place with another layout."""
+    """Results follow changes to the parameter, its values, its data, and its layout."""
     module, fused = fused_pair(fused_mlp, kind)
     x = x_of()
     for change in (
@@ -304,7 +304,7 @@ def test_changed_weights(fused_mlp, kind):
 @on_gpu
 @every_kind
 def test_graphs(fused_mlp, kind):
-    """Captured, and replayed with another input."""
+    """A captured graph replays on new input."""
     _, fused = fused_pair(fused_mlp, kind)
     x, graph = x_of(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -315,7 +315,7 @@ def test_graphs(fused_mlp, kind):
 
 
 def test_threads(fused_mlp):
-    """Each has weights and inputs of its own, and on a GPU a stream."""
+    """Threads run concurrently, each with its own weights and inputs, and on a GPU its own stream."""
     pairs = [fused_pair(fused_mlp, kind) for kind in ("gated", "plain", "block", "packed")]
     errors = []
 
@@ -339,7 +339,7 @@ def test_threads(fused_mlp):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_another_gpu(fused_mlp):
-    """The op makes the operands' device the current one."""
+    """Operands on a GPU that is not current work: the op switches to their device."""
     module, fused = (each.to("cuda:1") for each in fused_pair(fused_mlp, "block"))
     x = x_of().to("cuda:1")
     assert torch.cuda.current_device() == 0

@@ -1,7 +1,7 @@
 """The GEMMs with fused epilogues, through the public functions: right, repeatable, and really fused.
 
-Every test runs with what is chosen, and with the kernels of each architecture that the GPU can run: a Hopper GPU runs
-those of sm80, too.
+Every test runs with the kernels that are chosen, and with those of each architecture that the GPU can run: a Hopper GPU
+also runs sm80's.
 """
 
 import random
@@ -29,7 +29,7 @@ SILU = 4  # the code of the activation
 
 @pytest.fixture(autouse=True, params=("chosen", *gemm_kernels.ARCHITECTURES))
 def architecture(request, fused_mlp) -> str:
-    """Whose kernels compute what they can."""
+    """The architecture whose kernels are forced, or "chosen"."""
     capability = torch.cuda.get_device_capability()
     if request.param == "chosen":
         if gemm_kernels.any_forced() or capability != (9, 0):
@@ -60,23 +60,23 @@ def fused_gemms(fused_mlp, function, made, activation) -> int:
 # Random shapes
 
 
-LINES = [(0, 0), (0, 0), (0, 64), (64, 64)]  # elements before and after a row: rows that are whole lines stay so
+LINES = [(0, 0), (0, 0), (0, 64), (64, 64)]  # elements before and after a row; whole lines stay whole
 ALIGNED = [(0, 8), (8, 16)]
 MISALIGNED = [(0, 3), (1, 7)]
 
 
 def relaid(tensor, before, after):
-    """The tensor, or its values as a view: rows padded (by a multiple of 16 bytes or not) or off their alignment."""
+    """The tensor, or its values as a view with rows padded (by a multiple of 16 bytes or not) or misaligned."""
     if before == after == 0:
         return tensor
     cols = tensor.shape[-1]
-    padded = tensor.new_full((*tensor.shape[:-1], before + cols + after), torch.nan)  # whoever reads it shows it
+    padded = tensor.new_full((*tensor.shape[:-1], before + cols + after), torch.nan)  # a kernel that reads it shows it
     view = padded[..., before : before + cols]
     return view.copy_(tensor)
 
 
 def feature_count(rng):
-    """Draws so many that rows fill lines of memory, which most do, sectors or neither."""
+    """Draws a feature count whose rows fill whole memory lines (most often), whole sectors, or neither."""
     step = rng.choice((8, 16, 64, 64))
     return step * rng.randint(1, 1600 // step) if rng.random() < 0.9 else rng.randint(1, 800)
 
@@ -84,7 +84,7 @@ def feature_count(rng):
 @half_dtypes
 @functions
 def test_random_shapes(fused_mlp, device, function, dtype):
-    """A thousand over all parameters: against float64, no worse than eager, in memory that holds NaNs."""
+    """A thousand random calls over all parameters are no worse than eager against float64, in memory full of NaNs."""
     rng = random.Random(torch.initial_seed())
     activations = [name for name in FORMULAS if name is not None]
     rounding = torch.finfo(dtype).eps
@@ -110,8 +110,8 @@ def test_random_shapes(fused_mlp, device, function, dtype):
         assert (result.shape, result.dtype) == (exact.shape, dtype), what
         norm, maximum = reference.errors(result, exact)
         eager_norm, eager_maximum = reference.errors(reference.eager(function, made, activation), exact)
-        # The error of a single call may be decided by the rounding of one large element, which is left to chance,
-        # within limits. Over all calls chance evens out.
+        # One large element's rounding may decide the error of a single call, so each call gets a tolerance for chance.
+        # Over all calls chance evens out.
         assert norm <= 3 * eager_norm + rounding * exact.numel() ** -0.5, f"{what}: {norm}, eager's {eager_norm}"
         assert maximum <= 3 * eager_maximum + rounding, f"{what}: {maximum}, eager's {eager_maximum}"
         ours.append((norm, maximum))
@@ -124,7 +124,7 @@ def test_random_shapes(fused_mlp, device, function, dtype):
 
 
 def test_every_kernel_is_right(fused_mlp, device, architecture):
-    """The shapes that reach every kernel, with tails: no worse than eager, in memory that holds NaNs."""
+    """Shapes that reach every kernel, with tails, are no worse than eager, in memory that holds NaNs."""
     for function, made, activation in sanitizer_cases.gemms_of(architecture, fused_mlp):
         with reference.poisoned_memory(device):
             result = getattr(fused_mlp, function)(**made, activation=activation)
@@ -135,7 +135,7 @@ def test_every_kernel_is_right(fused_mlp, device, architecture):
 @pytest.mark.parametrize("rows", [1, 13, 40, 64])
 @pytest.mark.parametrize(("function", "sizes"), [("gated_linear", (1096, 520, 0)), ("linear", (2120, 520, 0))])
 def test_blocks_of_k_that_are_read_in_pairs(fused_mlp, device, function, sizes, rows, dtype):
-    """Rows of such weights lie multiples of 256 bytes apart. They end within a pair's second block, or before it."""
+    """Weights with rows multiples of 256 bytes apart are right if k ends before or within a pair's second block."""
     made = operands(function, (rows,), sizes, dtype=dtype, device=device)
     wide = {name for name, operand in made.items() if operand.shape[-1] == sizes[0]}
     made.update({name: relaid(made[name], 0, -sizes[0] % 128) for name in wide})
@@ -180,7 +180,7 @@ def test_same_bits_every_time(fused_mlp, device, function, rows, sizes, dtype):
 @half_dtypes
 @pytest.mark.parametrize("rows", [33, 65, 77, 130, 200, 450])
 def test_a_row_has_the_same_bits_wherever_it_lies(fused_mlp, device, architecture, rows, dtype):
-    """Tiles that would pass the edge begin earlier, and so overlap: either of two may be stored last."""
+    """Equal rows get equal bits. Tiles that would pass the edge are moved inward and overlap; either may store last."""
     if architecture != "sm90":
         pytest.skip("its tiled kernels alone move tiles and shares inward")
     for kernel, (loop, product, *_) in enumerate(gemm_kernels.entries(architecture)):
@@ -211,7 +211,7 @@ def test_a_row_has_the_same_bits_wherever_it_lies(fused_mlp, device, architectur
     ids=["out-tiled", "out-tiled-gated", "out-streamed", "out-streamed-gated", "weight-streamed", "weight-tiled"],
 )
 def test_past_2_to_the_31_elements(fused_mlp, device, function, rows, n_in, n_out):
-    """The result or a weight is that large. Nothing is left unwritten; some elements of all regions are compared."""
+    """A result or weight past 2^31 elements is written everywhere and right in samples of all regions."""
     free = torch.cuda.mem_get_info()[0]
     if free < 24 * GIB:
         pytest.skip(f"needs 24 GiB of free GPU memory, there are {free / GIB:.0f}")
@@ -246,7 +246,7 @@ ROWS = pytest.mark.parametrize("rows", [1, 40, 300, 2048])
 
 @pytest.mark.parametrize("in_a_block", [False, True])
 def test_graph_of_a_thread_whose_products_were_all_ours(fused_mlp, device, in_a_block):
-    """The second layer, which is torch's in a graph alone, finds the handle that torch cannot make there."""
+    """In a graph, torch computes the second layer and finds a cuBLAS handle, which it cannot create during capture."""
     made = operands("mlp", (2048,), (768, 3072, 768), dtype=torch.bfloat16, device=device)
     residual_mlp = sys.modules[f"{fused_mlp.__name__}.backends.native"].residual_mlp
     residual = torch.zeros_like(made["x"])
@@ -292,7 +292,7 @@ def test_graph_replays_on_new_inputs(fused_mlp, device, function, rows):
 
 @ROWS
 def test_order_on_a_stream(fused_mlp, device, rows):
-    """Calls that feed each other, on a stream that starts late: a kernel that does not wait for its input shows."""
+    """Dependent calls on a stream that starts late give the same bits: no kernel runs before its input is ready."""
     layers = [operands("gated_mlp", (rows,), (768, 3072, 768), dtype=torch.bfloat16, device=device) for _ in range(8)]
     start = layers[0].pop("x")
     for layer in layers[1:]:
@@ -321,7 +321,7 @@ def test_order_on_a_stream(fused_mlp, device, rows):
 
 
 def kernels_of(run) -> list[str]:
-    """The names of the GPU's kernels (copies and fills among them), in any order."""
+    """The names of the GPU's kernels, including copies and fills, in any order."""
     run()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -341,7 +341,7 @@ LARGE_AND_SMALL = [
 
 @functions
 def test_one_kernel_for_each_gemm(fused_mlp, device, function, architecture):
-    """If all GEMMs of a call are fused, nothing else runs: two kernels for a whole MLP."""
+    """If all GEMMs of a call are fused, nothing else runs: a whole MLP takes two kernels."""
     checked = 0
     for rows, sizes in LARGE_AND_SMALL:
         made = operands(function, (rows,), sizes, dtype=torch.bfloat16, device=device)
@@ -385,7 +385,7 @@ def test_sanitizer_cases_reach_every_kernel(fused_mlp, architecture):
 
 @functions
 def test_fused_call_is_explained(fused_mlp, device, function):
-    """The call that the fallbacks below are changes of."""
+    """The unmodified call, which the fallbacks below change, is fused."""
     made = operands(function, (10,), (80, 208, 64), dtype=torch.bfloat16, device=device)
     assert fused_gemms(fused_mlp, function, made, "silu") == gemms_of(function)
 
@@ -438,7 +438,7 @@ def test_fallback_is_right_and_explained(fused_mlp, device, function, activation
 @half_dtypes
 def test_epilogue_of_torch_lets_a_nan_through(fused_mlp, device, dtype):
     made = operands("linear", (100,), (72, 200, 0), dtype=dtype, device=device)
-    made["weight"] = made["weight"].t().contiguous().t()  # the fused GEMM's, otherwise
+    made["weight"] = made["weight"].t().contiguous().t()  # else the fused GEMM would run
     explanation = fused_mlp.explain(fused_mlp.linear, **made, activation="gelu_pytorch_tanh")
     assert explanation.parts[0].pointwise == "epilogue"
     made["x"][4, 3] = torch.nan
@@ -452,7 +452,7 @@ def test_epilogue_of_torch_lets_a_nan_through(fused_mlp, device, dtype):
 
 
 def test_explain_says_which_gemm_is_not_fused(fused_mlp, device):
-    """The down projection alone has a width that the fused GEMM does not take."""
+    """If only the down projection has an unsupported width, explain names it."""
     made = operands("gated_mlp", (30,), (72, 200, 51), dtype=torch.bfloat16, device=device)
     explanation = fused_mlp.explain(fused_mlp.gated_mlp, **made, activation="silu")
     first, second = explanation.parts
@@ -464,11 +464,11 @@ def test_explain_says_which_gemm_is_not_fused(fused_mlp, device):
     [
         ("gated_linear", 1000, (16384, 64, 0), 0),  # few tiles, each with a long k
         ("gated_linear", 1000, (2048, 512, 0), 1),
-        ("gated_linear", 400, (104, 184, 0), 1),  # rows that are no whole sectors
+        ("gated_linear", 400, (104, 184, 0), 1),  # rows are not whole sectors
         ("gated_linear", 1400, (2232, 10952, 0), 0),
-        ("gated_linear", 690, (3520, 2176, 0), 1),  # estimated to be hardly faster
+        ("gated_linear", 690, (3520, 2176, 0), 1),  # estimated to be barely faster
         ("linear", 463, (1728, 17856, 0), 1),  # a short k
-        ("mlp", 800, (1536, 9216, 1536), 2),  # a long k of few tiles
+        ("mlp", 800, (1536, 9216, 1536), 2),  # few tiles with a long k
         ("linear", 300, (56, 200, 0), 1),
         ("linear", 1500, (8520, 4760, 0), 0),
         ("linear", 6, (27456, 192, 0), 0),
@@ -477,7 +477,7 @@ def test_explain_says_which_gemm_is_not_fused(fused_mlp, device):
     ids=str,
 )
 def test_in_a_graph_the_faster_gemm_is_taken(fused_mlp, device, architecture, function, rows, sizes, fused):
-    """On both sides of each rule of the choice. Outside of a graph, the CPU's time would count too."""
+    """Both sides of each rule of the choice take the faster GEMM. Outside a graph, the CPU's time would count too."""
     if architecture != "chosen":
         pytest.skip("forced kernels are compared with nothing")
     made = operands(function, (rows,), sizes, dtype=torch.bfloat16, device=device)
@@ -495,8 +495,8 @@ def test_in_a_graph_the_faster_gemm_is_taken(fused_mlp, device, architecture, fu
     ("rows", "n_in", "n_out", "launched", "captured"),
     [
         (32, 3072, 768, True, True),
-        (1500, 3072, 768, True, False),  # by tiles and by itself; in an MLP, it may start early
-        (8, 16384, 128, True, False),  # few outputs of a long k
+        (1500, 3072, 768, True, False),  # tiled and standalone; in an MLP, it may start early
+        (8, 16384, 128, True, False),  # few outputs with a long k
         (3000, 1536, 384, True, False),  # more rows than were measured
         (2048, 14336, 4096, False, False),  # the GPU's time decides
     ],
@@ -504,7 +504,7 @@ def test_in_a_graph_the_faster_gemm_is_taken(fused_mlp, device, architecture, fu
 def test_plain_products_are_fused_for_the_time_of_whoever_is_waited_for(
     fused_mlp, device, architecture, rows, n_in, n_out, launched, captured
 ):
-    """In a graph that is the GPU; where the CPU launches, a short product of ours saves its time."""
+    """Short plain products are fused to save CPU time where the CPU launches; in a graph, the GPU's time decides."""
     if architecture != "chosen":
         pytest.skip("forced kernels are compared with nothing")
     made = operands("linear", (rows,), (n_in, n_out, 0), dtype=torch.bfloat16, device=device)
@@ -538,9 +538,10 @@ def test_plain_products_are_fused_for_the_time_of_whoever_is_waited_for(
     ],
 )
 def test_rows_in_parts_of_lines(fused_mlp, device, architecture, function, rows, n_in, fused):
-    """4304 elements are whole sectors of 32 bytes, but no lines of 128; 4360 are neither.
+    """Rows of whole sectors (4304 elements, 32-byte sectors but not 128-byte lines) and of neither (4360) use the right
+    GEMM.
 
-    Of whole sectors, short products are ours where the CPU launches them.
+    With whole sectors, short products are fused where the CPU launches them.
     """
     if architecture != "chosen":
         pytest.skip("forced kernels are compared with nothing")

@@ -1,4 +1,4 @@
-"""Tests that only a GPU can run: streams, graphs, memory, sizes past 2^31, and how many kernels a call is."""
+"""Tests that only a GPU can run: streams, graphs, memory, sizes past 2^31, and the number of kernels of a call."""
 
 import os
 import subprocess
@@ -32,13 +32,13 @@ def needs_memory(gib):
 
 
 def assert_close(result, function, made):
-    """Close enough to tell a right element from another one's value; the accuracy is held in test_functional.py."""
+    """Checks closely enough to tell elements apart; test_functional.py checks the accuracy."""
     torch.testing.assert_close(result, reference.eager(function, made, "silu"), rtol=6e-2, atol=6e-2)
 
 
 @functions
 def test_on_the_current_stream(fused_mlp, device, implementation, function):
-    """The input is written on a side stream after a long wait: a kernel on another stream would read NaNs."""
+    """Calls run on the current stream: its input is written after a long wait, and another stream would read NaNs."""
     made = operands(function, (64,), (256, 512, 256), dtype=torch.bfloat16, device=device)
     name = next(iter(made))
     values = made[name].clone()
@@ -58,7 +58,7 @@ def test_on_the_current_stream(fused_mlp, device, implementation, function):
 @pytest.mark.parametrize("rows", [8, 1024])
 @functions
 def test_first_in_a_thread(fused_mlp, device, function, rows):
-    """No context of the GPU is current in a thread before it calls the runtime, as autograd's when it starts."""
+    """A thread's first call works without a current GPU context, like that of autograd's thread when it starts."""
     made = operands(function, (rows,), (256, 512, 256), dtype=torch.bfloat16, device=device)
     with ThreadPoolExecutor(1) as pool:
         result = pool.submit(call, fused_mlp, function, made).result()
@@ -85,7 +85,7 @@ torch.testing.assert_close(found, torch.autograd.grad(y, x, torch.ones_like(y))[
 
 @functions
 def test_two_streams_at_a_time(fused_mlp, device, implementation, function):
-    """No memory is shared between calls that run side by side."""
+    """Calls on two streams at once share no memory."""
     streams = [torch.cuda.Stream() for _ in range(2)]
     made = [operands(function, (512,), (512, 1024, 512), dtype=torch.bfloat16, device=device) for _ in streams]
     with fused_mlp.backend(implementation):
@@ -105,7 +105,7 @@ def test_two_streams_at_a_time(fused_mlp, device, implementation, function):
 @pytest.mark.parametrize("rows", [1, 16, 300])
 @functions
 def test_graphs(fused_mlp, device, implementation, function, rows):
-    """A captured call replays on what its operands hold then."""
+    """A captured call replays on its operands' current values."""
     made = operands(function, (rows,), (256, 512, 256), dtype=torch.bfloat16, device=device)
     with fused_mlp.backend(implementation):
         side = torch.cuda.Stream()
@@ -143,13 +143,13 @@ def test_a_graph_of_forward_and_backward(fused_mlp, device, implementation):
             captured = gradients()
         graph.replay()
         torch.cuda.synchronize()
-        for one, other in zip(captured, gradients(), strict=True):  # which other kernels may compute
+        for one, other in zip(captured, gradients(), strict=True):  # other kernels may compute these
             torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2 * other.abs().max().item())
 
 
 @functions
 def test_memory_that_holds_nans(fused_mlp, device, implementation, function):
-    """Outputs, workspaces and padding come from memory that was used before; none of it may show."""
+    """NaNs in reused memory for outputs, workspaces and padding do not reach results."""
     for sizes in ((64, 96, 40), (127, 251, 61), (512, 1024, 512)):
         made = operands(function, (77,), sizes, dtype=torch.bfloat16, device=device)
         with fused_mlp.backend(implementation):
@@ -179,7 +179,7 @@ def chunks(rows, step):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["contiguous", "packed"])
 def test_act_and_mul_past_2_to_the_31(fused_mlp, device, implementation, packed):
-    """Every element of 2^31 and some, forward and backward."""
+    """Every element is right past 2^31 elements, forward and backward."""
     needs_memory(40)
     cols = 4096
     rows = 2**31 // cols + 7
@@ -225,7 +225,7 @@ def test_act_and_mul_past_2_to_the_31(fused_mlp, device, implementation, packed)
     ],
 )
 def test_products_past_2_to_the_31(fused_mlp, device, implementation, function, sizes):
-    """An operand, the result or what is between them has more than 2^31 elements; rows of all regions are compared."""
+    """Rows of all regions are right if an operand, the result or the hidden values exceed 2^31 elements."""
     needs_memory(40)
     rows = 2**22 + 5
     made = operands(function, (1,), sizes, dtype=torch.bfloat16, device=device)
@@ -241,7 +241,7 @@ def test_products_past_2_to_the_31(fused_mlp, device, implementation, function, 
 
 @pytest.mark.parametrize("rows", [1, 64, 2048])
 def test_kernels_of_a_forward(fused_mlp, device, implementation, rows):
-    """Two GEMMs and what is between them; eager PyTorch has five and one a bias."""
+    """A forward takes two GEMMs and at most two kernels between them; eager PyTorch takes five, and one per bias."""
     made = operands("gated_mlp", (rows,), (768, 3072, 768), dtype=torch.bfloat16, device=device, biases=False)
     with fused_mlp.backend(implementation):
         names = kernels_of(lambda: call(fused_mlp, "gated_mlp", made))
@@ -254,7 +254,7 @@ def test_kernels_of_a_forward(fused_mlp, device, implementation, rows):
 
 @functions
 def test_cpu_tensors_in_a_cuda_build(fused_mlp, function):
-    """They are computed by PyTorch, and explain says why."""
+    """CPU tensors are computed by PyTorch, and explain says why."""
     made = operands(function)
     assert torch.equal(call(fused_mlp, function, made), reference.eager(function, made, "silu"))
     explanation = fused_mlp.explain(getattr(fused_mlp, function), **made)

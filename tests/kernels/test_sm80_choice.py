@@ -1,4 +1,4 @@
-"""The GEMMs of sm_80 on GPUs that are not here: what the model of their times chooses, and where it steps aside."""
+"""The GEMMs of sm_80 on GPUs that are not here: the choices of the model of their times, and its refusals."""
 
 import json
 import re
@@ -43,12 +43,12 @@ def test_every_choice_runs_on_its_gpu(predictor, gpu):
 
 @gpus
 def test_it_steps_aside_where_nothing_is_saved(predictor, gpu):
-    """A plain product has no pointwise kernel behind it, nor has tanh-GELU with a bias, which is cuBLASLt's own."""
+    """Plain products have no pointwise kernel to save, and tanh-GELU with a bias is cuBLASLt's: both stay torch's."""
     for m in (64, 512, 8192):
         for k, n in WIDTHS[2:]:
             assert not predictor.predict(gpu, m, n, k, False, "linear").ours
             assert not predictor.predict(gpu, m, n, k, False, "gelu_pytorch_tanh", biased=True).ours
-    assert not predictor.predict(gpu, 8192, 28672, 8192, True).ours  # all arithmetic
+    assert not predictor.predict(gpu, 8192, 28672, 8192, True).ours  # arithmetic dominates
 
 
 def test_large_tiles_only_where_they_fit(predictor):
@@ -76,14 +76,14 @@ def test_the_prediction_in_the_document(predictor):
 
 
 def test_a_hopper_gpu_has_kernels_of_its_own():
-    """The first row that runs on a GPU is taken."""
+    """sm90 precedes sm80 in the list of architectures, of which the first that runs on a GPU is chosen."""
     text = (project.ROOT / "cuda/gemm/choice/choice.cpp").read_text()
     rows = re.findall(r"\{&(\w+)::kArchitecture, (\w+), \w+\}", text)
     assert rows == [("sm90", "true"), ("sm80", "true")]
 
 
 def test_streamed_kernels_beside_those_of_a_hopper_gpu(predictor):
-    """Up to 32 rows, 64 without a gate, which one tile or two hold."""
+    """On Hopper GPUs, streamed kernels are chosen up to 32 rows, 64 without a gate, in one or two tiles."""
     h200 = GPUS["H200"]
     for k, n in WIDTHS:
         for gated in (True, False):
@@ -122,7 +122,9 @@ def test_training_is_chosen_with_the_same_margin(predictor, gpu):
 @gpus
 @pytest.mark.parametrize("transposed", [False, True])
 def test_experts_are_chosen_with_the_same_margin(predictor, gpu, transposed):
-    """For many experts with few rows ours are estimated to be faster: torch's way launches a product of each."""
+    """Experts follow the same margin. For many experts with few rows ours are estimated to be faster: torch launches a
+    product for each.
+    """
     for sizes, rows in (
         ((1, 8, 128, 2048, 768), (8, 16)),
         ((16, 8, 128, 2048, 768), (16, 16)),
@@ -141,7 +143,7 @@ def test_experts_are_chosen_with_the_same_margin(predictor, gpu, transposed):
 
 @pytest.mark.parametrize("shape", predict.SHAPES, ids=str)
 def test_explain_names_kernel_and_reason_on_every_gpu(predictor, shape):
-    """From descriptions of the devices, by the code that writes the record and the words for it."""
+    """For descriptions of all GPUs, explain's own code names the kernel and the reason."""
     found = predict.explanations(predictor, shape)
     capabilities = {GPUS[name].capability for name in found}
     assert capabilities == {(8, 0), (8, 6), (8, 7), (8, 9), (12, 0)}
@@ -158,7 +160,7 @@ def test_explain_names_kernel_and_reason_on_every_gpu(predictor, shape):
 
 
 def test_the_model_is_no_kinder_to_ours_than_what_was_measured(predictor):
-    """Ours to torch's GEMM on the GPU where both were measured, of its kernels those that multiply by mma.sync."""
+    """The model's ratio of our time to torch's is at least as measured, against torch's kernels that use mma.sync."""
     measured = json.loads((project.ROOT / "benchmarks/results/gemms/h200-mma-sync.json").read_text())["found"]
     compared = [entry for entry in measured if "cublaslt" in entry.get("us", {})]
     assert len(compared) >= 3
@@ -172,7 +174,7 @@ def test_the_model_is_no_kinder_to_ours_than_what_was_measured(predictor):
 
 
 def test_sanitizer_cases_have_tails_for_every_kernel():
-    """And k of less than a block, and of more than the ring holds."""
+    """Cases have tails in all dimensions, k of less than a block, and k of more than the ring holds."""
     for entry in KERNELS:
         rows, width, block_k = (int(number) for number in entry[2:5])
         columns = width if entry[0] == "streamed" or entry[1] == "Plain" else width // 2

@@ -1,4 +1,4 @@
-"""The kernels of training, forced: against float64, no worse than eager, the same bits every time, and really run."""
+"""The training kernels, forced: they run, match eager's error against float64, and repeat their bits."""
 
 import importlib
 import itertools
@@ -42,7 +42,7 @@ def needs(architecture):
 
 @pytest.fixture(params=gemm_kernels.ARCHITECTURES)
 def architecture(request, fused_mlp) -> str:
-    """Whose kernels compute what they can."""
+    """The architecture whose kernels are forced."""
     needs(request.param)
     with gemm_kernels.forced(fused_mlp, request.param):
         yield request.param
@@ -53,7 +53,7 @@ def caller(fused_mlp, function, activation, memory="activations"):
 
 
 def expected(function, made, activation="silu"):
-    """The result and gradients of eager PyTorch, and of float64."""
+    """The result and gradients of eager PyTorch, and those in float64."""
     wide = leaves({name: tensor.double() for name, tensor in made.items()})
     eager = step(lambda made: reference.eager(function, made, activation), made)
     return eager, step(lambda made: reference.exact(function, made, activation), wide)
@@ -68,7 +68,9 @@ def assert_right(function, made, found):
 @functions
 @forced
 def test_gradients(fused_mlp, device, function, dtype):
-    """Random shapes with tails in memory that holds NaNs: all activations, biases, what is kept or made again."""
+    """Gradients are right for random shapes with tails, in memory full of NaNs, kept or recomputed, with or without
+    bias.
+    """
     rng = random.Random(torch.initial_seed())
     for activation, biases in itertools.product(ACTIVATIONS, (True, False)):
         rows = rng.choice([rng.randint(1, 64), rng.randint(65, 700), rng.randint(701, 3000)])
@@ -77,20 +79,20 @@ def test_gradients(fused_mlp, device, function, dtype):
         what = f"{function}, {rows} x {(n_in, hidden, out)}, {activation}"
         with poisoned_memory(device):
             found = step(caller(fused_mlp, function, activation), made)
-            # A kept graph is not overwritten, and gives the same bits.
+            # A retained graph is not overwritten, and gives the same bits.
             again = step(caller(fused_mlp, function, activation), made, retain=True)
             recomputed = step(caller(fused_mlp, function, activation, "recompute"), made)
         assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True)), what
         of_others = expected(function, made, activation)
         for mine in (found, recomputed):
             for name, *three in zip(["result", *made], mine, *of_others, strict=True):
-                sharing = max(1.0, three[0].numel() / (rows * hidden))  # elements, one hidden value's rounding
+                sharing = max(1.0, three[0].numel() / (rows * hidden))  # outputs, one hidden value's rounding
                 assert_no_worse_than_eager(*three, f"{what}: {name}", roundings=8, chance=3 * sharing**0.5)
 
 
 @pytest.mark.parametrize(("architecture", "number"), KERNELS)
 def test_each_kernel(fused_mlp, device, architecture, number):
-    """Forced alone of its product: run, and right where its last tiles are almost empty."""
+    """Each kernel, forced by itself, runs and is right if its last tiles are almost empty."""
     needs(architecture)
     kernel = gemm_kernels.entries(architecture)[number]
     if not sanitizer_cases.fits(architecture, kernel):
@@ -106,9 +108,9 @@ def test_each_kernel(fused_mlp, device, architecture, number):
 
 
 def test_those_that_are_chosen(fused_mlp, device):
-    """On a Hopper GPU many rows go through the kernels, and explain tells the truth.
+    """On a Hopper GPU many rows use these kernels, and explain says so.
 
-    The gradients of few rows go through torch's GEMMs, but for that of x, where two of these keep the CPU busier.
+    For few rows gradients come from torch's GEMMs, except that of x, for which two such GEMMs would cost more CPU time.
     """
     needs("sm90")
     products = ("GatedKept", "GatedGradient", "Pair")
@@ -123,7 +125,7 @@ def test_those_that_are_chosen(fused_mlp, device):
 
 @functions
 def test_the_kernels_run(fused_mlp, device, architecture, function):
-    """And where the second weight is frozen, the hidden values are not stored."""
+    """The kernels run. If the second weight is frozen, hidden values are not stored."""
     for frozen in (False, True):
         made = leaves(operands(function, (300,), (264, 520, 136), dtype=torch.bfloat16, device=device))
         for name in made:
@@ -136,7 +138,7 @@ def test_the_kernels_run(fused_mlp, device, architecture, function):
 @half_dtypes
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_the_input_gradient_of_some_layers(fused_mlp, device, architecture, count, dtype):
-    """A sum of products in one kernel, rounded once; of sm_80's, of two alone. Of different k there is none."""
+    """Products of equal k are summed in one kernel, rounded once; on sm_80 only two. Unequal k uses no kernel."""
     native, nothing = importlib.import_module(f"{fused_mlp.__name__}.backends.native"), [None] * (3 - count)
     for rows, sizes, width in ((1, [8] * 3, 8), (129, [72] * 3, 136), (3001, [264] * 3, 520), (129, [72, 40, 8], 64)):
         grads = [torch.randn(rows, out, device=device).to(dtype) for out in sizes[:count]]
@@ -172,10 +174,10 @@ def test_same_bits_every_time(fused_mlp, device, shape, dtype):
 @half_dtypes
 @pytest.mark.parametrize("sizes", [(64, 256, 64), (33, 47, 21)], ids=str)
 def test_the_gradients_of_two_weights_in_a_batch(fused_mlp, device, sizes, dtype):
-    """However gate, up and the gradients lie to each other in memory: right, and the same bits."""
+    """Gradients are right and have the same bits wherever gate, up and their gradients lie in memory."""
     made = leaves(operands("gated_mlp", (3000,), sizes, dtype=dtype, device=device))
     call = caller(fused_mlp, "gated_mlp", "silu")
-    found = [step(call, made) for _ in range(6)]  # all held, so that each finds memory elsewhere
+    found = [step(call, made) for _ in range(6)]  # all kept, so that each step gets other memory
     assert all(torch.equal(one, other) for again in found for one, other in zip(found[0], again, strict=True))
     assert_right("gated_mlp", made, found[0])
 
@@ -184,7 +186,7 @@ def test_the_gradients_of_two_weights_in_a_batch(fused_mlp, device, sizes, dtype
 @pytest.mark.parametrize("by_column", [False, True])
 @functions
 def test_what_is_made_again_in_blocks_of_rows(fused_mlp, device, function, by_column, dtype):
-    """Three blocks, the last one short: gradients rounded once, and no more memory than one block takes."""
+    """Recomputing three blocks of rows, the last one short, rounds gradients once and takes the memory of one block."""
     rows, width, hidden = 30000, 64, 4096
     made = leaves(operands(function, (rows,), (width, hidden, width), dtype=dtype, device=device, biases=True))
     if by_column:
@@ -198,9 +200,9 @@ def test_what_is_made_again_in_blocks_of_rows(fused_mlp, device, function, by_co
     assert [each.stride() for each in found[1:]] == [tensor.stride() for tensor in made.values()]
     grad, wanted = torch.randn_like(found[0]), list(made.values())
     _, peak = measure.saved_and_peak(lambda: call(made), lambda result: torch.autograd.grad(result, wanted, grad))
-    # The matrices of a block; the result and the gradient of x, and where the layout asks for it a copy of that.
+    # The matrices of a block; the result, the gradient of x, and a copy of the latter if the layout needs one.
     block, ends = 3 * 10240 * hidden, rows * (2 * width + (hidden if function == "gated_linear" else width))
-    cublas = 2**25 + 2**25  # that of this thread, and what a product of it in float32 works in
+    cublas = 2**25 + 2**25  # this thread's workspace, and that of float32 products
     assert peak <= 2 * (block + ends) + 4 * 5 * width * hidden + cublas + 2**23
 
 
@@ -208,7 +210,7 @@ def test_what_is_made_again_in_blocks_of_rows(fused_mlp, device, function, by_co
 @functions
 @forced
 def test_only_what_is_asked_for(fused_mlp, device, function, of):
-    """The gradients of some operands are those of all."""
+    """Gradients of some operands have the same bits as when all are computed."""
     made = operands(function, (200,), (72, 136, 40), dtype=torch.bfloat16, device=device)
     everything = dict(zip(made, step(caller(fused_mlp, function, "gelu"), leaves(made))[1:], strict=True))
     some = leaves(made, [name for name in made if name.endswith(of)])
@@ -219,7 +221,7 @@ def test_only_what_is_asked_for(fused_mlp, device, function, of):
 
 @forced
 def test_operands_that_no_kernel_takes(fused_mlp, device):
-    """Features that are no multiple of eight, an expanded gradient, rows off their alignment: composed, and right."""
+    """Unsupported operands use composed operations and are right: odd feature counts, misaligned and expanded rows."""
     for sizes, relay in [
         ((33, 47, 21), lambda x: x),
         ((64, 96, 40), lambda x: torch.cat([x, x], 1)[:, 1 : 1 + x.shape[1]]),

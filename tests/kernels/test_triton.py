@@ -1,4 +1,4 @@
-"""The Triton backend where it has no GPU: its kernels are interpreted."""
+"""The Triton backend without a GPU, on Triton's interpreter."""
 
 import os
 import subprocess
@@ -12,16 +12,16 @@ import project
 
 @pytest.mark.skipif(machine.device_type() == "cuda", reason="test_triton_kernels.py runs on the GPU here")
 def test_kernels_in_the_interpreter():
-    """Triton asks whether it is to interpret when the kernels are defined: that takes a process of its own."""
+    """The Triton kernels' tests pass on the interpreter, chosen when kernels are defined, so in another process."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    ignore = ["-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning"]  # numpy's, of overflows that are meant to be
+    ignore = ["-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning"]  # numpy's, of intended overflows
     command = [sys.executable, "-m", "pytest", "-q", *ignore, "tests/kernels/test_triton_kernels.py"]
     run = subprocess.run(command, env=environment, cwd=project.ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
 
 
 NOT_INSTALLED = "import sys; sys.modules['triton'] = None"
-# The result of a search for `triton` in the root of this repository.
+# Finds the repository's folder `triton` as a search from its root does.
 A_FOLDER = """
 import sys
 from importlib.machinery import PathFinder
@@ -34,7 +34,7 @@ sys.meta_path.insert(0, Finder)
 
 @pytest.mark.parametrize("hide", [NOT_INSTALLED, A_FOLDER], ids=["not installed", "a folder of that name"])
 def test_without_triton(hide):
-    """The package imports and works, and the backend says why it does not."""
+    """Without Triton the package imports and works, and forcing the backend says that Triton is missing."""
     program = f"""
 {hide}
 import torch

@@ -37,7 +37,7 @@ def compile_targets(monkeypatch):
 
 
 def test_spills_are_found(compile_targets):
-    """A tile of 256 accumulators a thread, where a thread has 255 registers."""
+    """Register spills are reported: the tile needs 256 accumulators per thread, but a thread has 255 registers."""
     gpu = compile_targets.gpus()["80"]
     *_, case = compile_targets.gemm_cases("bf16", ("relu", 5), gpu, (8192,), ops=("linear",))
     constants = case.constants | {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 32}

@@ -1,4 +1,4 @@
-"""The Triton kernels, on a GPU or, in a process started with TRITON_INTERPRET=1, interpreted on the CPU."""
+"""The Triton kernels, on a GPU or, with TRITON_INTERPRET=1 set for the process, interpreted on the CPU."""
 
 import functools
 import importlib
@@ -34,7 +34,7 @@ def of_dtypes(*chosen):
 
 
 dtypes = of_dtypes(*DTYPES)
-# The two longest tests: interpreted, shapes have one element size, and strides the other.
+# The two longest tests: when interpreted, shapes use one element size and strides the other.
 dtypes_of_shapes = of_dtypes(torch.float16) if INTERPRETED else dtypes
 dtypes_of_strides = of_dtypes(torch.float32) if INTERPRETED else dtypes
 functions = pytest.mark.parametrize("function", FUNCTIONS)
@@ -54,7 +54,7 @@ def forced(fused_mlp):
 
 @pytest.fixture
 def backend(fused_mlp):
-    """Modules of the Triton backend by name, the backend itself by none."""
+    """A function that returns a module of the Triton backend by name, or the backend itself without a name."""
     name = f"{fused_mlp.__name__}.backends.triton"
     return lambda module="": importlib.import_module(f"{name}.{module}" if module else name)
 
@@ -75,7 +75,7 @@ def test_activations_and_dtypes(forced, device, function, activation, dtype):
 
 LEADS = [(), (1,), (17,), (2, 3, 5), (259,)]
 SIZES = [(1, 1, 1), (7, 13, 5), (131, 61, 3), (64, 96, 40), (48, 257, 8)]
-# All pairs on a GPU; interpreted, every one of each meets two of the others.
+# All pairs on a GPU; when interpreted, each entry of one list is paired with two of the other.
 STEPS = (0, 2) if INTERPRETED else range(len(SIZES))
 SHAPES = [(lead, SIZES[(place + step) % len(SIZES)]) for place, lead in enumerate(LEADS) for step in STEPS]
 
@@ -146,7 +146,7 @@ def test_any_strides(fused_mlp, device, repetition):
         layouts.check_product(fused_mlp, "triton", draw, device, torch.float32)
 
 
-# NaN lies between the elements: a kernel that reads it cannot but show it.
+# Gaps between elements hold NaN, so a kernel that reads one shows it.
 LAYOUTS = {"transposed": layouts.transposed} | {
     layout.__name__: functools.partial(layout, gap=torch.nan)
     for layout in (layouts.chunk, layouts.every_other_column, layouts.misaligned)
@@ -159,7 +159,7 @@ in_layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @in_layouts
 @pytest.mark.parametrize("function", ["act_and_mul", "linear", "gated_linear"])
 def test_strides(forced, device, function, layout, sizes, dtype):
-    """Each operand alone in that layout, and all of them, of more rows than a tile has."""
+    """Each operand alone, and all together, may have the layout, with more rows than a tile has."""
     made = operands(function, (2, 7), sizes, dtype=dtype, device=device)
     for name in made:
         check(forced, function, made | {name: layout(made[name])})
@@ -170,7 +170,7 @@ def test_strides(forced, device, function, layout, sizes, dtype):
 @dtypes
 @functions
 def test_expanded(forced, device, function, dtype):
-    """Rows that share their memory."""
+    """Rows may share their memory."""
     made = operands(function, (1,), (64, 48, 8), dtype=dtype, device=device)
     rows = {name: operand.expand(70, -1) for name, operand in made.items() if name in ("x", "gate", "up")}
     check(forced, function, made | rows)
@@ -187,7 +187,7 @@ def test_gradients_of_strided_operands(fused_mlp, backend, device, layout):
 
 
 def test_offsets_past_2_to_the_31(forced, backend, device):
-    """Rows 2^29 elements apart. Their memory holds little else than what is never touched."""
+    """Offsets past 2^31 work: rows are 2^29 elements apart, in memory that is mostly never touched."""
     rows, cols, stride = 5, 48, 2**29 + 16
     memory = torch.empty((rows - 1) * stride + 2 * cols, dtype=torch.float16, device=device)
     far = memory.as_strided((rows, 2 * cols), (stride, 1))
@@ -209,7 +209,7 @@ def test_offsets_past_2_to_the_31(forced, backend, device):
 @dtypes
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_large_arguments(forced, backend, device, activation, dtype):
-    """Nothing overflows on the way to a result that does not."""
+    """Large arguments overflow nowhere if the exact result does not."""
     most = torch.finfo(dtype).max
     sizes = [0.0, 1.0, 9.0, 20.0, 90.0, 1e3, 6e4, most]
     gate = torch.tensor(sizes + [-size for size in sizes], device=device, dtype=dtype)
@@ -235,7 +235,9 @@ def test_nan_and_infinity(forced, device, activation):
 
 @contextmanager
 def tf32_products():
-    """pytest's monkeypatch cannot put this setting back: it deletes what an object only passes on."""
+    """Sets TF32 products; pytest's monkeypatch cannot restore the setting, because it deletes attributes that an object
+    only forwards.
+    """
     settings = torch.backends.cuda.matmul
     before, settings.fp32_precision = settings.fp32_precision, "tf32"
     try:
@@ -253,7 +255,7 @@ def test_tf32_where_pytorch_was_told_to(forced, device, function):
     assert error < 1e-6
     with tf32_products():
         error, _ = reference.errors(getattr(forced, function)(**made, activation="silu"), exact)
-    assert 1e-5 < error < 1.4e-3  # operands cut to TF32 give up to 1.02e-3, in bfloat16 at least 1.64e-3
+    assert 1e-5 < error < 1.4e-3  # operands cut to TF32 give errors up to 1.02e-3, in bfloat16 at least 1.64e-3
 
 
 # Experts
@@ -303,7 +305,7 @@ def expert_calls_as_an_op(forced, device):
     assert torch.equal(ops.triton_experts_mlp(*sample), ops.triton_experts_mlp(*sample))
 
 
-# Ways to be called
+# Ways to call
 
 
 @functions
@@ -321,14 +323,14 @@ def test_opcheck(forced, device, op):
     if op == "act_and_mul_backward":
         made.insert(0, torch.randn_like(made[0]))
     ops = importlib.import_module(f"{forced.__name__}._ops").ops
-    # Not test_autograd_registration: functional.py, not the ops, provides autograd.
+    # No test_autograd_registration: functional.py, not the ops, provides autograd.
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(getattr(ops, f"triton_{op}").default, tuple(made), test_utils=tests)
 
 
 @pytest.mark.filterwarnings("ignore:.*batching rule")
 def test_vmap(forced, device):
-    """Transforms of torch.func compute in torch's operations, whatever is forced."""
+    """torch.func transforms compute in torch's operations, whatever backend is forced."""
     gate, up = torch.randn(2, 3, 4, 5, device=device)
     torch.testing.assert_close(torch.vmap(forced.act_and_mul)(gate, up), forced.act_and_mul(gate, up))
 
@@ -338,7 +340,7 @@ def test_vmap(forced, device):
 
 @pytest.fixture
 def tuned(backend, monkeypatch, tmp_path):
-    """Writes a file of tuned parameters and has the backend read such files alone."""
+    """Writes a file of tuned parameters, and makes the backend read only such files."""
     configs = backend("configs")
     monkeypatch.setattr(configs, "DIRECTORY", tmp_path)
 

@@ -32,9 +32,9 @@ def of_fp8(kernel, weight, block=(128, 128)):
 
 
 class Quantized(Case):
-    """Operands of which some weights are quantised; the others, and what takes part in gradients, are drawn by chance.
+    """Operands, some with quantised weights. The seed decides which others are, and which operands need gradients.
 
-    In `layers` are the decoded weights, for the reference.
+    `layers` holds the decoded weights, for the reference.
     """
 
     def __init__(self, kernel, device, seed, *rest, every=False, adapters=None, **named):
@@ -45,7 +45,7 @@ class Quantized(Case):
                 layer[2] = None
         self.packed = [None] * len(self.layers)
         certain = chance.randrange(len(self.layers))
-        # Kernels for Hopper round more rows to FP8 (test_quantized_scaled.py), but where blocks are smaller.
+        # Hopper kernels round x to FP8 for more rows than this (test_quantized_scaled.py), unless blocks are smaller.
         more_rows = device.type == "cuda" and self.x.shape[:-1].numel() > 32
         for place, layer in enumerate(self.layers):
             if every or place == certain or chance.random() < 0.7:
@@ -76,14 +76,14 @@ class Quantized(Case):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(32, 64), (33, 7), (5, 13), (1, 1), (1000, 640), (64, 96)], ids=str)
 def test_decoded_as_bitsandbytes_does(fused_mlp, device, shape, dtype, format, nested):
-    """Bit for bit, an odd number of values and a last block that is cut included."""
+    """Weights decode bit for bit as in bitsandbytes, including odd numbers of values and a partial last block."""
     weight = torch.randn(shape, device=device, dtype=dtype)
     packed = params(weight, format, nested)
     found = fused_mlp.QuantizedWeight.from_bitsandbytes(packed)
     assert (found.shape, found.format, type(found.data)) == (shape, format, torch.Tensor)
     assert found.data.data_ptr() == packed.data_ptr()
     decoded = found.dequantize(dtype)
-    if device.type != "cpu" or shape[1] % 64 != 32:  # its AVX-512 code gives each such row blocks of its own
+    if device.type != "cpu" or shape[1] % 64 != 32:  # bitsandbytes' AVX-512 code gives each such row its own blocks
         assert torch.equal(decoded, bnb.functional.dequantize_4bit(packed.data, packed.quant_state))
     assert (decoded - weight).norm() <= 0.2 * weight.norm()
     assert found.dequantize(torch.float64).dtype == torch.float64
@@ -97,7 +97,7 @@ def test_other_storage(fused_mlp, device):
 
 
 def test_scales_of_fp8(fused_mlp, device):
-    """By the shape of the scales: of rows, of all, of blocks, which may be cut."""
+    """The shape of the scales selects scales per row, per tensor or per block; blocks at the edges may be partial."""
     data = torch.randn(200, 136, device=device).to(torch.float8_e4m3fn)
     of_rows, of_blocks = torch.rand(200, 1, device=device), torch.rand(2, 2, device=device)
     wide = of_blocks.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :136]
@@ -109,7 +109,7 @@ def test_scales_of_fp8(fused_mlp, device):
 
 
 def of_integers(kernel, weight, format, group=None):
-    """The same of integers: of int8 by rows, of int4 in groups."""
+    """A weight quantised to integers: int8 by rows, int4 in groups."""
     out, width = weight.shape
     groups = weight.detach().float().view(out, -1, group or width)
     scales = groups.abs().amax(-1, keepdim=True).clamp(min=1e-6)
@@ -122,7 +122,7 @@ def of_integers(kernel, weight, format, group=None):
 
 
 def test_int8_of_bitsandbytes(fused_mlp, device):
-    """Before a layer is called, and by its scales, divided or not; behind the call it holds them itself."""
+    """Int8 weights decode from a layer before its first call, which moves them to the layer, or from their scales."""
     layer = bnb.nn.Linear8bitLt(96, 64, bias=False, has_fp16_weights=False).to(device)
     weight, scales = layer.weight.CB, layer.weight.SCB
     wanted = bnb.functional.int8_vectorwise_dequant(weight, scales)
@@ -139,7 +139,7 @@ def test_int8_of_bitsandbytes(fused_mlp, device):
 
 
 def test_int4_as_it_is_packed(fused_mlp, device):
-    """In words and in bytes; scales of 16 bits are cast."""
+    """int4 codes are read from 32-bit words and from bytes; 16-bit scales are cast."""
     codes = torch.arange(16, device=device, dtype=torch.int32).repeat(5, 8)
     words = (codes.view(5, -1, 8) << torch.arange(0, 32, 4, device=device)).sum(-1).to(torch.int32)
     scales = (torch.rand(5, 2, device=device) + 0.5).bfloat16()
@@ -163,14 +163,14 @@ def test_int4_as_it_is_packed(fused_mlp, device):
 
 
 def packed(values, order):
-    """Words of eight values of four bits of a row, where the one at place i of a word is that of column order[i]."""
+    """Packs eight four-bit values of a row into each word: position i of a word holds column order[i]."""
     shifts = torch.arange(0, 32, 4, device=values.device)
     return (values.view(values.shape[0], -1, 8)[..., order].long() << shifts).sum(-1).to(torch.int32)
 
 
 @pytest.fixture
 def checkpoint(device):
-    """Values, zero points and scales of a layer [24, 128], in groups of 32; all as a checkpoint has them, [in, out]."""
+    """Values, zero points and scales of a layer [24, 128], in groups of 32, in checkpoint layout [in, out]."""
     values, zeros = torch.randint(16, (128, 24), device=device), torch.randint(1, 16, (4, 24), device=device)
     scales = (torch.rand(4, 24, device=device) + 0.5).half()
     wide = ((values - zeros.repeat_interleave(32, 0)) * scales.float().repeat_interleave(32, 0)).t()
@@ -249,7 +249,7 @@ def test_a_gradient_alone(fused_mlp, device, op):
 @nestings
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_as_the_layer_of_bitsandbytes(fused_mlp, device, dtype, nested, format):
-    """In training, where no CPU packs its weights anew: values, the gradients of x and of the bias."""
+    """In training, where no CPU repacks weights, values and gradients of x and bias match bitsandbytes' layer."""
     options = {"compute_dtype": dtype, "compress_statistics": nested, "quant_type": format}
     layer = bnb.nn.Linear4bit(128, 160, **options).to(dtype).to(device).train()
     weight, bias = fused_mlp.QuantizedWeight.from_bitsandbytes(layer.weight), layer.bias
@@ -273,7 +273,7 @@ def gated(fused_mlp, device, dtype=torch.float32, rows=9, sizes=(64, 96), **opti
 @pytest.mark.parametrize("memory", ["activations", "recompute"])
 @pytest.mark.parametrize("adapted", [False, True])
 def test_no_decoded_weight_is_kept(fused_mlp, device, adapted, memory):
-    """Whatever autograd saves has fewer elements than a weight, or is one of the operands."""
+    """Autograd saves only operands and tensors with fewer elements than a weight."""
     x, weights = gated(fused_mlp, device, sizes=(64, 256))
     adapter = fused_mlp.Adapter(torch.randn(4, 64, device=device), torch.randn(256, 4, device=device))
     out = fused_mlp.gated_mlp(x.requires_grad_(), *weights, memory=memory, gate_adapter=adapter if adapted else None)
@@ -291,7 +291,7 @@ def test_no_decoded_weight_is_kept(fused_mlp, device, adapted, memory):
 
 
 def test_one_decoding_each_way(fused_mlp, device, monkeypatch):
-    """No call below is composed of PyTorch's operations, and what no gradient needs is not decoded."""
+    """Each pass decodes a weight once, and only if a gradient needs it; no call is composed of PyTorch operations."""
     adapters, decoded, decode = sys.modules[f"{fused_mlp.__name__}.adapters"], [], fused_mlp.QuantizedWeight.dequantize
     for name in ("composed", "_packed_forward", "_packed_backward"):  # the last two decode in compiled code
         monkeypatch.setattr(adapters, name, None)
@@ -305,7 +305,7 @@ def test_one_decoding_each_way(fused_mlp, device, monkeypatch):
     bias = torch.zeros(96, device=device, requires_grad=True)
     out = fused_mlp.gated_mlp(x.detach(), *weights, bias)
     out.sum().backward()
-    assert decoded[9:] == [(64, 96)]  # the last weight alone leads to the first bias
+    assert decoded[9:] == [(64, 96)]  # only the last weight lies on the path to the first bias
 
 
 def test_double_backward(fused_mlp, device):
@@ -337,7 +337,7 @@ def test_compiled(fused_mlp, device, adapted, grad):
         given = x.detach().clone().requires_grad_(grad)
         out = run(given)
         found.append([out, *(torch.autograd.grad(out.square().sum(), given) if grad else ())])
-    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)  # of gradients that cancel
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)  # gradients that cancel
 
 
 @pytest.mark.parametrize("grad", [False, True])

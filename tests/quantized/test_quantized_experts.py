@@ -1,4 +1,4 @@
-"""experts_mlp of quantised stacks, over float64 of the decoded weights: the error of an eager loop is the limit."""
+"""experts_mlp with quantised stacks against float64 over decoded weights; an eager loop's error is the limit."""
 
 import random
 
@@ -26,7 +26,7 @@ def mxfp4_values(data, scales):
 
 
 def stack(fused_mlp, weight, format, block=(128, 128)):
-    """A stack near a weight [E, out, in], and its values in float64."""
+    """A stack that approximates a weight [E, out, in], and its values in float64."""
     if format == "mxfp4":
         data = torch.randint(256, (*weight.shape[:2], weight.shape[2] // 2), dtype=torch.uint8, device=weight.device)
         scales = torch.randint(120, 124, (*weight.shape[:2], weight.shape[2] // 32), device=weight.device)
@@ -43,14 +43,14 @@ def stack(fused_mlp, weight, format, block=(128, 128)):
 
 
 def to_fp8(rows):
-    """Rows rounded to e4m3, each 128 columns by their largest value."""
+    """Rounds rows to e4m3, each 128 columns scaled by their largest value."""
     groups = torch.nn.functional.pad(rows.float(), (0, -rows.shape[1] % 128)).unflatten(1, (-1, 128))
     scales = (groups.abs().amax(-1, keepdim=True) / 448).clamp(min=1e-36)
     return ((groups / scales).to(torch.float8_e4m3fn).float() * scales).flatten(1)[:, : rows.shape[1]].double()
 
 
 def of_rounded_rows(made, wide, activation, gated=True):
-    """The result of products of FP8 by FP8, which round x and the hidden values; else in float64."""
+    """The result of FP8 by FP8 products, which round x and the hidden values; all else is in float64."""
     x, act = to_fp8(made["x"]), FORMULAS[activation].exact
     slots = x.new_zeros(*made["top_k_index"].shape, wide["down_weight"].shape[1])
     for expert, (first, second) in enumerate(zip(wide["gate_up_weight"], wide["down_weight"], strict=True)):
@@ -63,7 +63,7 @@ def of_rounded_rows(made, wide, activation, gated=True):
 
 
 def check(fused_mlp, made, format, activation="silu", block=(128, 128), **form):
-    """Compares the function with the same of the decoded weights, whose rounding to the dtype the module's way has."""
+    """Compares the function with the decoded weights' result; the module's own way rounds these to the dtype."""
     given, wide = dict(made), dict(made)
     for name in ("gate_up_weight", "down_weight"):
         given[name], wide[name] = stack(fused_mlp, made[name].float(), format, block)
@@ -99,7 +99,7 @@ def test_every_code(fused_mlp, device):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_code_in_a_product(fused_mlp, device, format):
-    """One expert, whose first layer picks a column of its codes: results are the codes themselves."""
+    """With one expert and an identity as x and second layer, results are the codes themselves."""
     width = 256
     if format == "fp8":
         codes = torch.arange(256, dtype=torch.uint8, device=device)
@@ -123,7 +123,7 @@ def test_every_code_in_a_product(fused_mlp, device, format):
         code[0, rows, rows // 2] = torch.where(rows % 2 == 0, 2, 32).to(torch.uint8)
         whole = torch.full((1, 256, 8), 127, dtype=torch.uint8, device=device)
         eye = fused_mlp.QuantizedStack.from_mxfp4(code.view(1, 256, 8, 16), whole)
-    for tokens in (1, 20, width):  # which kernels of few and of more rows take
+    for tokens in (1, 20, width):  # kernels for few rows and for more
         given = x[:tokens], index[:tokens], ones[:tokens]
         found = fused_mlp.experts_mlp(*given, weight, eye, activation=None, gated=False)
         assert torch.equal(found, values[0].T[:tokens].to(torch.bfloat16))
@@ -159,7 +159,7 @@ def test_shapes(fused_mlp, device, tokens, k, experts, sizes, block, dtype, form
 @hopper
 @pytest.mark.parametrize("outputs", [8, 64, 104, 264])
 def test_the_same_bits_beside_other_work(fused_mlp, device, outputs):
-    """Results leave through memory that the next ones are written to: no sooner than they were read, however late."""
+    """The memory through which results are stored is not reused before it was read, however late that is."""
     made = drawn(300, 2, 3, (448, 384, outputs), dtype=torch.bfloat16, device=device, biases=False)
     given, result = check(fused_mlp, made, "fp8")
     busy = torch.empty(2, 1 << 28, dtype=torch.uint8, device=device)
@@ -170,14 +170,14 @@ def test_the_same_bits_beside_other_work(fused_mlp, device, outputs):
         assert torch.equal(fused_mlp.experts_mlp(**given, activation="silu"), result)
 
 
-# Those of experts, whose tiles are filled, half filled, and cut.
+# Rows per expert: full, half-full and partial tiles.
 ROWS = [(0, 1, 63, 64), (65, 0, 128, 129), (255, 17, 16, 192), (193, 400, 31, 177)]
 
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("rows", ROWS, ids=str)
 def test_rows_of_an_expert(fused_mlp, device, rows, format):
-    """Tiles of many rows; the same bits again, and of MXFP4 those of the decoded weights."""
+    """Calls with many rows repeat bit for bit; MXFP4 gives the same bits as the decoded weights."""
     count = sum(rows)
     for form in ({}, {"gated": False}, {"interleaved": True, **GPT_OSS}):
         biased = format == "mxfp4" and "gated" not in form
@@ -240,7 +240,7 @@ def test_leading_dimensions_and_the_same_bits(fused_mlp, device):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_gradients_of_frozen_experts(fused_mlp, device, format):
-    """Those of x, of the routing and of biases; the weights have none."""
+    """Gradients of x, routing weights and biases match float64; frozen weights get none."""
     made = drawn_tokens(20, device=device, dtype=torch.float32, biases=True)
     made["top_k_index"] = made["top_k_index"].clamp(0, 3)
     made["top_k_weights"] = torch.rand(20, 2, device=device)

@@ -1,6 +1,6 @@
-"""Quantised layers as compiled code reads them at each call: what changes in them is seen, whatever the order is.
+"""Compiled code reads quantised layers at each call: it sees changes to them, in any order.
 
-On a CPU such layers are left to their own products; here compiled code takes them as it does on a GPU.
+On a CPU such layers normally keep their own products; here compiled code handles them as on a GPU.
 """
 
 import copy
@@ -22,7 +22,7 @@ bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes does not load on 
 fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
 
 WIDTH, HIDDEN, BLOCK = 128, 256, (128, 128)
-# Those with a scale for each row, by what makes a layer of a plain one.
+# Formats with one scale per row, with the function that converts a plain layer.
 IN_ROWS = {
     "int8": of_bitsandbytes,
     "int8 of torchao": of_torchao("Int8WeightOnlyConfig"),
@@ -35,8 +35,9 @@ formats = pytest.mark.parametrize("format", FORMATS)
 
 @pytest.fixture(autouse=True)
 def taken(fused_mlp, monkeypatch):
-    """Compiled code takes quantised layers on this device, of any size. The own products of FP8, kernels from the Hub,
-    multiply by the decoded weight, and so do those of int8 that round x."""
+    """Compiled code handles quantised layers of any size on this device. The layers' own products, FP8's Hub kernels
+    and int8's that round x, are replaced by products with the decoded weight.
+    """
 
     def multiply_int8(x, weight, out, bias, state):
         wide = (state.CB.float() * state.SCB.view(-1, 1) / 127).to(x.dtype)
@@ -66,7 +67,7 @@ def part_of(fused_mlp, name):
 
 
 class Counted:
-    """Compiled code, and how many of its calls computed something."""
+    """Wraps compiled code and counts the calls that returned a tensor."""
 
     def __init__(self, functions):
         self.functions, self.count = functions, 0
@@ -84,7 +85,7 @@ class Counted:
 
 @pytest.fixture
 def compiled(fused_mlp, monkeypatch):
-    """The number of results that compiled code gave since it was asked last."""
+    """Returns the number of results from compiled code since the last query."""
     counted = Counted(part_of(fused_mlp, "models.running.shortcut").plain)
     monkeypatch.setattr(part_of(fused_mlp, "models.running.shortcut"), "plain", counted)
     monkeypatch.setattr(part_of(fused_mlp, "models.running.blocks"), "_plain", counted)
@@ -116,14 +117,14 @@ def quantised(layer, format, device):
     made = bnb.nn.Linear4bit(width, out, biased, **options)
     made.load_state_dict(layer.state_dict())
     made = made.to(device).requires_grad_(False)
-    made.support_avx512bf16_for_cpu = False  # its own product would pack the weight anew
+    made.support_avx512bf16_for_cpu = False  # bitsandbytes' own product would repack the weight
     if biased:
         made.bias.data = made.bias.data.to(dtype)
     return made
 
 
 def decoded(fused_mlp, layer):
-    """The weight that a layer holds now, whatever class it is of."""
+    """The weight that a layer holds now, whatever its class."""
     if isinstance(layer, bnb.nn.Linear4bit):
         return fused_mlp.QuantizedWeight.from_bitsandbytes(layer.weight).dequantize(layer.compute_dtype)
     if isinstance(layer, fp8.FP8Linear):
@@ -145,7 +146,7 @@ def is_in_rows(layer):
 
 
 def product(fused_mlp, layer, x):
-    """The result of a layer in its present state, hooks included."""
+    """The expected result of a layer in its current state, including hooks."""
     result = F.linear(x, decoded(fused_mlp, layer), layer.bias)
     for hook in layer._forward_hooks.values():
         result = hook(layer, (x,), result)
@@ -161,7 +162,7 @@ def expected(fused_mlp, mlp, x):
 
 
 class Block(nn.Module):
-    """A layer that is an attention's projection, and the block of an MLP behind a norm."""
+    """An attention projection, followed by a norm and an MLP with a residual."""
 
     def __init__(self, mlp, bias):
         super().__init__()
@@ -188,7 +189,7 @@ def block(fused_mlp, device, format, mlp=Gated, bias=True):
 def assert_right(fused_mlp, fused, x):
     after = product(fused_mlp, fused.q_proj, x)
     wanted = after + expected(fused_mlp, fused.mlp, fused.norm(after))
-    rounds = any(hasattr(layer, "weight_scale") for layer in fused.modules())  # x, where it is called
+    rounds = any(hasattr(layer, "weight_scale") for layer in fused.modules())  # the layer's own call rounds x
     assert_close([fused(x)], [wanted], 6e-2 if x.is_cuda or rounds else 1e-4)
 
 
@@ -201,9 +202,9 @@ def input_on(device, rows=3):
 @pytest.mark.parametrize("mlp", [Gated, PackedGated])
 @torch.no_grad()
 def test_values(fused_mlp, device, compiled, format, mlp, bias):
-    """The projection is one call, and the block of the MLP another one."""
+    """Compiled code computes the projection in one call and the MLP's block in another."""
     fused = block(fused_mlp, device, format, mlp, bias)
-    fused(input_on(device))  # Python reads each class once
+    fused(input_on(device))  # Python inspects each class once
     for rows in (1, 3, 16):
         compiled()
         assert_right(fused_mlp, fused, input_on(device, rows))
@@ -212,12 +213,12 @@ def test_values(fused_mlp, device, compiled, format, mlp, bias):
 
 @formats
 def test_autograd_and_autocast(fused_mlp, device, compiled, format):
-    """A gradient and a cast are the layers' own."""
+    """Calls under autograd are left to the layers; afterwards compiled code runs again."""
     fused = block(fused_mlp, device, format)
     with torch.no_grad():
         fused(input_on(device))
     compiled()
-    if format not in ("fp8", "fp8 in rows"):  # whose backward is a kernel from the Hub too, or there is none
+    if format not in ("fp8", "fp8 in rows"):  # their backward is a kernel from the Hub, or missing
         fused(input_on(device).requires_grad_(True)).sum().backward()
         assert compiled() == 0
     with torch.no_grad():
@@ -225,7 +226,7 @@ def test_autograd_and_autocast(fused_mlp, device, compiled, format):
     assert compiled() == 2
 
 
-# Changes: each a function of a layer, one of the same format beside it and the device.
+# Changes: functions of a layer, another layer of the same format, and the device.
 
 
 def new_weight(layer, other):
@@ -238,7 +239,7 @@ def new_weight(layer, other):
 
 
 def holder_of(layer):
-    """Where a layer with a scale for each row holds values and scales, and their names."""
+    """The object that holds the values and row scales of a layer, and the two attribute names."""
     if hasattr(layer, "weight_scale"):
         return layer, "weight", "weight_scale"
     if hasattr(layer, "state"):
@@ -247,7 +248,7 @@ def holder_of(layer):
 
 
 def of_parts(layer, data, scales):
-    """Gives such a layer other tensors."""
+    """Replaces the values and scales of such a layer."""
     for name, tensor in zip(holder_of(layer)[1:], (data, scales)):
         held = getattr(holder_of(layer)[0], name)
         new = nn.Parameter(tensor, requires_grad=False) if isinstance(held, nn.Parameter) else tensor
@@ -330,7 +331,7 @@ def test_changes_are_seen(fused_mlp, device, format, path):
         assert_right(fused_mlp, fused, input_on(device))
         layer = fused.get_submodule(path)
         change(layer, quantised(nn.Linear(layer.in_features, layer.out_features), format, device))
-        for _ in range(2):  # where Python has read it anew, compiled code may take it again
+        for _ in range(2):  # after Python has inspected the change, compiled code may handle the layer again
             assert_right(fused_mlp, fused, input_on(device))
 
 
@@ -338,7 +339,7 @@ def test_changes_are_seen(fused_mlp, device, format, path):
 @pytest.mark.parametrize("seed", range(3))
 @torch.no_grad()
 def test_random_changes(fused_mlp, device, compiled, format, seed):
-    """Layers are changed and swapped for those of other formats, and plain ones, in any order."""
+    """Results stay right while layers are changed and swapped for other formats or plain layers, in random order."""
     random.seed(seed)
     torch.manual_seed(seed)
     fused = block(fused_mlp, device, format)
@@ -465,7 +466,7 @@ LEFT = (
 
 
 def compiled_answer(fused_mlp, device, format):
-    """A quantised layer, and a call of the compiled code that reads it."""
+    """A quantised layer, and a function that calls the compiled code for it."""
     fused = block(fused_mlp, device, format)
     fused(input_on(device))
     plain = part_of(fused_mlp, "models.running.shortcut").plain
@@ -477,7 +478,7 @@ def compiled_answer(fused_mlp, device, format):
 @pytest.mark.parametrize(("format", "change"), LEFT, ids=lambda each: getattr(each, "__name__", each))
 @torch.no_grad()
 def test_left_to_python(fused_mlp, device, format, change):
-    """Compiled code gives no answer for a layer in such a state."""
+    """Compiled code declines a layer in this state."""
     layer, answer = compiled_answer(fused_mlp, device, format)
     assert answer() is not None
     change(layer)
@@ -496,7 +497,7 @@ def test_patched_products_are_left(fused_mlp, device, monkeypatch, format, name)
 
 @torch.no_grad()
 def test_weights_are_not_held(fused_mlp, device):
-    """Nothing keeps the memory of a weight that was replaced."""
+    """A replaced weight is freed: nothing else holds a reference to it."""
     fused = block(fused_mlp, device, "nested nf4")
     fused(input_on(device))
     old = weakref.ref(fused.q_proj.weight)

@@ -1,6 +1,6 @@
-"""int4 in the tiles of tensor cores: torchao's Int4TilePackedTo4dTensor in linear layers of torch.
+"""int4 in tensor-core tiles: torchao's Int4TilePackedTo4dTensor in torch's linear layers.
 
-torch's product for it runs on GPUs alone; elsewhere the compiled ops are forced, and the weights are packed here.
+torch's product for it runs only on GPUs; elsewhere the compiled ops are forced, and the weights are packed here.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ def ops(fused_mlp, monkeypatch):
 
 
 def in_tiles(codes):
-    """Codes ``[out, in]`` as a lane of a warp has them for m16n8k16, filled up to whole tiles."""
+    """Packs codes ``[out, in]`` as the lanes of a warp hold them for m16n8k16, padded to whole tiles."""
     out, width = codes.shape
     codes = F.pad(codes.int(), (0, -width % 1024, 0, -out % 8))
     words = torch.zeros(codes.shape[0] // 8, codes.shape[1] // 128, 32, 4, dtype=torch.int32, device=codes.device)
@@ -52,7 +52,7 @@ def in_tiles(codes):
 
 
 def made(out, width, group, device):
-    """A layer with such a weight, and what it stands for, in float64."""
+    """A layer with such a weight, and the decoded weight in float64."""
     codes = torch.randint(16, (out, width), device=device)
     words = in_tiles(codes)
     pairs = torch.randn(words.shape[1] * 128 // group, words.shape[0] * 8, 2, device=device)
@@ -119,19 +119,19 @@ def test_an_mlp(fused_mlp, device, ops):
     x = torch.randn(3, 50, 1024, device=device, dtype=torch.bfloat16)
     for rows in (x, x[:1, :1], x[0, :20]):
         assert_close(fused(rows).double(), product(rows, weights), 2e-2)
-    assert ops == ["packed"] * (1 if HOPPER else 3)  # compiled code reads the weights for the others
+    assert ops == ["packed"] * (1 if HOPPER else 3)  # elsewhere compiled code reads the weights
     assert "at least" not in str(fused_mlp.explain(fused).parts)
     if not ON_CPU:
         assert_close(fused(x), model(x), 2e-2)
     ops.clear()
-    with contextlib.suppress(NotImplementedError, RuntimeError):  # there is no product of torch's to call
+    with contextlib.suppress(NotImplementedError, RuntimeError):  # torch may have no product to fall back on
         fused(x.half())
     assert ops == []
 
 
 @pytest.mark.skipif(not HOPPER, reason="where they were not measured they are forced")
 def test_few_rows_and_others_are_left(fused_mlp, device, ops):
-    """Groups of 32 are read by no kernel of few rows."""
+    """Few rows with groups of 32, autocast and autograd are left to the layers: no few-row kernel reads such groups."""
     model, fused, _ = built(fused_mlp, device, 32)
     assert "with at least 129 rows" in str(fused_mlp.explain(fused).parts)
     for rows, is_taken in ((1, False), (128, False), (129, True)):
@@ -148,7 +148,7 @@ def test_few_rows_and_others_are_left(fused_mlp, device, ops):
 
 @pytest.mark.parametrize(("elements", "rows"), [(1 << 18, 129), (1 << 20, 33), (1 << 23, 17)])
 def test_fewest_rows_are_those_of_a_call(fused_mlp, monkeypatch, elements, rows):
-    """Of large weights, and of all of a call's together, fewer rows pay."""
+    """The least number of rows that pays shrinks as all weights of a call grow in total."""
     dispatch = importlib.import_module(f"{fused_mlp.__name__}.dispatch")
     monkeypatch.setattr(dispatch, "is_forced", lambda: False)
     weight = types.SimpleNamespace(format="int4_tiles", shape=(elements // 1024 // 2, 1024), block=(1, 32))
@@ -208,14 +208,14 @@ def test_on_a_cpu_they_are_left(fused_mlp, device):
 @pytest.mark.parametrize("shape", [(13, 1088, 64), (264, 320, 128), (72, 2048, 256), (1000, 64, 1024)])
 @pytest.mark.parametrize("rows", [1, 3, 9, 17, 33, 64, 100])
 def test_kernels_of_few_rows(fused_mlp, device, rows, shape):
-    """Scales of no column, which are no numbers here, are part of no sum."""
+    """NaN scales beyond the last column do not affect the result."""
     weights, values = [], []
     for _ in range(2):
         layer, value = made(*shape, device)
         pairs = layer.weight.scale_and_zero
         pairs[-(-shape[1] // shape[2]) :] = torch.nan
         weights.append(fused_mlp.QuantizedWeight.from_int4_tiles(layer.weight.qdata, pairs, shape[:2], shape[2]))
-        values.append(value.bfloat16().double())  # as torch's product rounds them
+        values.append(value.bfloat16().double())  # rounded as in torch's product
     x = torch.randn(rows, shape[1], device=device, dtype=torch.bfloat16)
     bias = torch.randn(shape[0], device=device, dtype=torch.bfloat16)
     poison = torch.full((rows, shape[0]), torch.nan, device=device, dtype=torch.bfloat16)

@@ -26,7 +26,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).r
 
 
 class Weight:
-    """A random weight [n, k] of codes, whose elements are about k^-1/2: what the ops take, and what it stands for."""
+    """A random weight [n, k] of four-bit codes with elements of about k^-1/2: operands of the ops, and decoded."""
 
     def __init__(self, n: int, k: int, device, code: str = "nf4", block: int = 64, nested: bool = False):
         self.n, self.k, self.block = n, k, block
@@ -55,7 +55,7 @@ class Weight:
         return [self.n, self.k, 1, self.block, self.nested_block]
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
-        """As bitsandbytes decodes it: the product in float32, rounded once; in float64 the product itself."""
+        """Decodes as bitsandbytes does: a float32 product, rounded once; for float64 the unrounded product."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         pairs = torch.stack([self.data >> 4, self.data & 15], -1).flatten().long()[: self.n * self.k]
         scales = self.absmax.to(wide).repeat_interleave(self.block)[: self.n * self.k]
@@ -63,7 +63,7 @@ class Weight:
 
 
 class Blocked:
-    """The same of e4m3 values, int8 or int4, under a scale for each block of so many rows and columns."""
+    """A random weight of e4m3 values, int8 or int4 with one scale per block of rows and columns."""
 
     offset = 0.0
 
@@ -75,17 +75,17 @@ class Blocked:
             bits = bits.where(bits % 128 != 127, bits - 1).view(torch.float8_e4m3fn)  # no NaN
         self.data = bits.view(torch.int8) if format == "int8" else bits
         grid = -(-n // block[0]), -(-k // block[1])
-        typical = {"fp8": 150, "int8": 74 / 127, "int4": 4.6}[format]  # values of codes, those of int8 over 127
+        typical = {"fp8": 150, "int8": 74 / 127, "int4": 4.6}[format]  # of codes; of int8, divided by 127
         self.scales = (0.5 + torch.rand(grid, device=device)) * max(k, 1) ** -0.5 / typical
-        if format == "int4":  # the last bits are the zero points
+        if format == "int4":  # the low bits hold the zero points
             bits = self.scales.view(torch.int32) & ~31
             self.scales = (bits | torch.randint(17, grid, device=device, dtype=torch.int32)).view(torch.float32)
 
     @classmethod
     def drawn(cls, draw: random.Random, n: int, k: int, rows: int, device, format: str):
-        """More rows in FP8 are in blocks that no kernel takes by rounding x: test_quantized_scaled.py has the others.
+        """Draws a weight and its block; many FP8 rows get blocks for which no kernel rounds x.
 
-        Columns of int4 are even.
+        test_quantized_scaled.py has the other blocks. Weights in int4 have an even number of columns.
         """
         blocks = [(4, 256), (4, 128)]
         if format == "int4":
@@ -122,7 +122,7 @@ def ops(fused_mlp):
 
 
 def shared(*weights: Weight) -> tuple[Weight, ...]:
-    """The weights, which hold one tensor of a code."""
+    """Makes the weights share one code tensor."""
     for weight in weights:
         weight.code = weights[0].code
     return weights
@@ -135,7 +135,7 @@ def run_mlp(ops, x: Tensor, weights: tuple[Weight, ...], biases, gated: bool, ac
 
 
 def assert_no_worse(found: Tensor, function: str, x: Tensor, weights, biases, activation: str | None) -> None:
-    """Its error is no larger than that of decoding to the dtype and eager's layers."""
+    """Checks that the error is no larger than that of eager layers on the weight decoded to the dtype."""
     names = list(reference.shapes(function, (1,), (1, 1, 1)))[1:]
 
     def given(dtype: torch.dtype, weights_of) -> dict[str, Tensor]:
@@ -148,16 +148,16 @@ def assert_no_worse(found: Tensor, function: str, x: Tensor, weights, biases, ac
     eager = reference.eager(function, {k: v for k, v in made.items() if v is not None}, activation)
     assert found.dtype == x.dtype and found.shape == exact.shape and found.is_contiguous()
     (norm, largest), (of_eager, largest_of_eager) = errors(found, exact), errors(eager, exact)
-    few = 2 if exact.numel() <= 512 else 1.1  # results, one of which may be most of the norm
+    few = 2 if exact.numel() <= 512 else 1.1  # a single result may dominate the norm
     assert norm <= few * of_eager + 1e-7, (norm, of_eager, exact.shape, [weight.layout for weight in weights])
-    assert largest <= 3 * largest_of_eager + 1e-6, (largest, largest_of_eager)  # of few results in some cases
+    assert largest <= 3 * largest_of_eager + 1e-6, (largest, largest_of_eager)  # some cases have few results
 
 
 @dtypes
 @nestings
 @codes
 def test_decoding_is_exact(ops, device, dtype, code, nested):
-    """Every code, blocks that cross rows, a last block that is cut, and half a byte that is nobody's."""
+    """All codes decode exactly, including blocks across rows, a partial last block and an unused half byte."""
     for n, k, block in ((16, 64, 64), (7, 33, 64), (5, 200, 128), (1, 1, 64), (3, 5, 7), (129, 4096, 4096), (0, 8, 64)):
         weight = Weight(n, k, device, code, block, nested)
         with poisoned_memory(device):
@@ -172,7 +172,7 @@ def test_decoding_is_exact(ops, device, dtype, code, nested):
 @dtypes
 @pytest.mark.parametrize("format", ["fp8", "int8", "int4"])
 def test_blocks_are_decoded_exactly(ops, device, dtype, format):
-    """Every byte that is a number, blocks that are cut, rows of any length, and unaligned data."""
+    """All finite codes decode exactly, including partial blocks, rows of any length and unaligned data."""
     every = Blocked(256, 256, device, format=format)
     codes = torch.arange(256, device=device)
     codes = (
@@ -197,10 +197,10 @@ def test_blocks_are_decoded_exactly(ops, device, dtype, format):
 
 @pytest.mark.skipif(ON_GPU, reason="kernels of GPUs multiply in other orders")
 @dtypes
-@pytest.mark.parametrize("rows", [3, 96])  # by vectors and, in bfloat16, on tiles
+@pytest.mark.parametrize("rows", [3, 96])  # by vector code and, in bfloat16, on tiles
 @pytest.mark.parametrize("format", ["nf4", "nested", "fp4", "fp8", "int8", "int4"])
 def test_every_code_in_products(ops, device, dtype, rows, format):
-    """Products with columns of the identity are the decoded weight, bit for bit."""
+    """Products with rows of the identity give the decoded weight, bit for bit."""
     if format in ("nf4", "nested", "fp4"):
         shapes = ((64, 256, 64), (40, 192, 64), (33, 96, 32), (64, 64, 4096), (36, 1088, 64), (48, 128, 256))
         code = "nf4" if format == "nested" else format
@@ -257,7 +257,7 @@ def test_random_shapes(ops, device, dtype, function, nested):
 
 
 def test_rows_as_they_lie(ops, device):
-    """Leading dimensions, none, rows that are apart, not aligned or the same one, a transpose."""
+    """x may have any leading dimensions, no rows, strided, misaligned or repeated rows, or be transposed."""
     weights = shared(Weight(72, 128, device), Weight(72, 128, device), Weight(40, 72, device))
     x = torch.randn(6, 5, 136, device=device).bfloat16()
     rows = x[..., :128]
@@ -269,7 +269,7 @@ def test_rows_as_they_lie(ops, device):
     one = run_mlp(ops, rows[0, 0], weights, [None] * 3, True)
     several = run_mlp(ops, rows[:1, :1].expand(8, 5, 128), weights, [None] * 3, True)
     assert one.shape == (40,) and several.shape == (8, 5, 40) and torch.equal(several, several[:1, :1].expand(8, 5, 40))
-    for result in (one, several[0, 0]):  # too few values to compare errors; other numbers of rows round elsewhere
+    for result in (one, several[0, 0]):  # too few values for error norms, and another number of rows rounds differently
         torch.testing.assert_close(result, run_mlp(ops, rows, weights, [None] * 3, True)[0, 0], rtol=3e-2, atol=4e-2)
 
 
@@ -357,7 +357,7 @@ def test_same_bits_in_graphs_and_streams(ops, device, rows):
 @gpu_only
 @pytest.mark.parametrize("format", ["int8", "int4"])
 def test_integers_in_order(ops, device, format):
-    """Each column alone, by a product with the identity: codes meet the elements of x that they belong to."""
+    """Products with the identity give each column alone: codes meet the elements of x that they belong to."""
     for rows in (1, 8, 16, 32, 64, 128):
         weight = Blocked(136, 256, device, (1, 128 if format == "int4" else 256), format)
         for first in range(0, 256, rows):

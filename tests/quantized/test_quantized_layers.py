@@ -1,7 +1,7 @@
-"""Models with weights of int8 and FP8, fused and not: bitsandbytes' Linear8bitLt, torchao's tensors in linear layers of
-torch, transformers' layers for compressed-tensors, and its FP8Linear.
+"""Models with int8 and FP8 weights, fused and not: bitsandbytes' Linear8bitLt, torchao's tensors in torch's linear
+layers, transformers' layers for compressed-tensors, and its FP8Linear.
 
-Their own products round x too, or decode the weight at each call. On a CPU the compiled ops are forced.
+Their own products also round x, or decode the weight at each call. On a CPU the compiled ops are forced.
 """
 
 import copy
@@ -31,7 +31,7 @@ assert forced  # a fixture
 
 
 def decode_in_products(monkeypatch):
-    """Puts functions that multiply by the decoded weight in the place of FP8Linear's products, kernels from the Hub."""
+    """Replaces FP8Linear's products, kernels from the Hub, by products with the decoded weight."""
 
     def multiply(x, weight, scales, block, dtype, activation_scale=None):
         wide = fp8._dequantize_fp8_weight(weight, scales.float(), block, torch.float32)
@@ -82,7 +82,7 @@ def of_rows(source):
 
 
 def of_blocks(source, fused_mlp, block=None):
-    """With a scale for each block, or one for all."""
+    """An FP8Linear with a scale for each block, or one scale in total."""
     made = fp8.FP8Linear(source.in_features, source.out_features, block, has_bias=source.bias is not None)
     weight = of_fp8(fused_mlp, source.weight, block or tuple(source.weight.shape))
     made.weight = nn.Parameter(weight.data, requires_grad=False)
@@ -91,7 +91,7 @@ def of_blocks(source, fused_mlp, block=None):
     return made
 
 
-# The function that makes a layer of a plain one, the format, and the error of its own products.
+# The function that converts a plain layer, the format, and the error of the layer's own products.
 KINDS = {
     "bitsandbytes": (of_bitsandbytes, "int8", 4e-2),
     "torchao int8": (of_torchao("Int8WeightOnlyConfig"), "int8", 1e-4),
@@ -101,7 +101,7 @@ KINDS = {
     "fp8 in blocks": (functools.partial(of_blocks, block=(128, 128)), "fp8", 1e-4),
     "fp8 in low blocks": (functools.partial(of_blocks, block=(96, 128)), "fp8", 1e-4),
 }
-*MOST_KINDS, LOW = KINDS  # whose blocks are no halves of a packed weight
+*MOST_KINDS, LOW = KINDS  # a block of the last kind would straddle the halves of a packed weight
 OF_TRANSFORMERS = [kind for kind in KINDS if kind.startswith("fp8")]  # its FP8Linear
 kinds = pytest.mark.parametrize("kind", MOST_KINDS)
 
@@ -150,7 +150,7 @@ def test_values(fused_mlp, device, ops, kind, name):
 @pytest.mark.parametrize("kind", OF_TRANSFORMERS[:2])
 @torch.no_grad()
 def test_layers_alone(fused_mlp, device, ops, monkeypatch, kind):
-    """Up to as many rows as an MLP's; more are left."""
+    """Single layers are fused up to as many rows as an MLP; more rows are left to the layer."""
     monkeypatch.setattr(sys.modules[f"{fused_mlp.__name__}.models.running.adapted"], "_LEAST_ELEMENTS", 0)
     monkeypatch.setattr(sys.modules[f"{fused_mlp.__name__}.models.running.adapted"], "_LEAST_WEIGHTS", 0)
     layer = layer_of(fused_mlp, kind, nn.Linear(256, 128, dtype=dtype_on(device))).to(device).requires_grad_(False)
@@ -169,7 +169,7 @@ def hook(layer):
 
 
 def of_another(layer):
-    """Other values, in the place of those."""
+    """Changes the values in place."""
     for tensor in quantized_parts(layer):
         tensor.copy_(tensor.flip(0) if tensor.dim() > 0 else 2 * tensor)
 
@@ -185,7 +185,7 @@ def quantized_parts(layer):
 
 
 def decoded(layer):
-    """A plain weight in the place of a quantised one."""
+    """Replaces a quantised weight by a plain one."""
     data, scales = quantized_parts(layer)
     dtype = torch.float32 if ON_CPU else torch.bfloat16
     if isinstance(layer, fp8.FP8Linear):
@@ -215,11 +215,11 @@ def of_another_block(layer):
     layer.weight_scale_inv = nn.Parameter(wide, requires_grad=False)
 
 
-# The change of the first projection, and whether the MLP is fused then; and those of FP8Linear alone.
+# The change to the first projection, and whether the MLP is fused afterwards; the second table is for FP8Linear.
 CHANGES = {"hook": (hook, False), "other values": (of_another, True), "decoded": (decoded, False)}
 OF_FP8_LINEAR = {"static": (static, False), "powers": (of_powers, True), "another block": (of_another_block, False)}
 CASES = [(kind, change) for kind in MOST_KINDS for change in CHANGES]
-CASES.remove(("compressed-tensors fp8", "decoded"))  # fails by itself
+CASES.remove(("compressed-tensors fp8", "decoded"))  # the unfused model fails
 CASES += [("fp8 in blocks", change) for change in OF_FP8_LINEAR]
 
 
@@ -227,7 +227,7 @@ CASES += [("fp8 in blocks", change) for change in OF_FP8_LINEAR]
 def test_changes_are_seen(fused_mlp, device, ops, kind, change):
     model, fused, inputs = pair(fused_mlp, device, kind)
     function, is_fused = {**CHANGES, **OF_FP8_LINEAR}[change]
-    for _ in range(2):  # before the first call, and behind it
+    for _ in range(2):  # before the first call, and after it
         alike(lambda each: function(each.model.layers[0].mlp.gate_proj), model, fused)
         ops.clear()
         assert_close(run(fused, inputs), run(model, inputs), tolerance(kind))
@@ -237,7 +237,9 @@ def test_changes_are_seen(fused_mlp, device, ops, kind, change):
 
 
 def most_rows(kind):
-    """Hopper GPUs round more rows for transformers' FP8 layers, unless their blocks are lower, and decode int8."""
+    """The most rows that are fused. On Hopper GPUs x is rounded for more rows of transformers' FP8 layers, unless their
+    blocks are lower, and int8 weights are decoded.
+    """
     if KINDS[kind][1] == "int8" and IS_HOPPER:
         return None
     if not ON_CPU and not IS_HOPPER:
@@ -262,7 +264,7 @@ def test_many_rows_are_left(fused_mlp, device, ops, kind):
 def test_autocast_is_left_to_the_layers(fused_mlp, device, ops, kind):
     model, fused, inputs = pair(fused_mlp, device, kind)
     found, expected = (run(each, inputs, autocast=torch.bfloat16) for each in (fused, model))
-    assert_close(found, expected, max(tolerance(kind), 2.0**-7))  # norms are fused, whose rounding is rounded again
+    assert_close(found, expected, max(tolerance(kind), 2.0**-7))  # norms are fused, and their rounding is rounded again
     assert ops == []
 
 
@@ -277,7 +279,7 @@ def test_training_is_left_to_fp8_linear(fused_mlp, device, ops, trained):
 
 
 def test_dynamic_rounding_is_left(fused_mlp, device, ops):
-    """x is rounded to int8 by torchao: its products of many rows are faster."""
+    """Layers whose x torchao rounds to int8 are left: its products are faster for many rows."""
     layer = of_torchao("Int8DynamicActivationInt8WeightConfig")
     model, inputs = build(fused_mlp, device, "torchao int8")
     mlp = model.model.layers[0].mlp
@@ -303,7 +305,7 @@ def test_patched_products_are_left(fused_mlp, device, ops, monkeypatch, kind, ow
 @pytest.mark.skipif(not ON_CPU, reason="on a GPU they are fused")
 @kinds
 def test_by_themselves_on_a_cpu(fused_mlp, device, ops, kind):
-    """Those of int8 are read packed where there are tiles, up to 4 rows of float32; others are left."""
+    """On CPUs with tiles, int8 weights are read packed for up to 4 rows of float32; all else is left."""
     takes = KINDS[kind][1] == "int8" and machine.has_tiles()
     with fused_mlp.backend("auto"):
         model, inputs = build(fused_mlp, device, kind)

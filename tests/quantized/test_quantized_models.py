@@ -1,7 +1,7 @@
-"""Models with layers of bitsandbytes of four bits, and PEFT's adapters on these, fused and not.
+"""Models with bitsandbytes' four-bit layers, with and without PEFT adapters, fused and not.
 
-On a CPU such layers are left to bitsandbytes, unless the compiled ops are forced, as they are here. Its own
-code decodes weights there as ours does in training alone: for inference it packs them anew, with scales of bfloat16.
+On a CPU such layers are left to bitsandbytes unless the compiled ops are forced, as here. bitsandbytes' own code
+decodes weights there as ours does only in training: for inference it repacks them with bfloat16 scales.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from safety import run_with_gradients as run
 from tiny_models import LLM
 
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes does not load on this machine", exc_type=ImportError)
-importlib.import_module("peft.tuners.lora.bnb")  # which PEFT imports when it first meets a layer of bitsandbytes
+importlib.import_module("peft.tuners.lora.bnb")  # PEFT imports it when it first meets a layer of bitsandbytes
 
 WIDE = LLM | {"hidden_size": 64, "intermediate_size": 256}
 # Model, configuration, its options, the pattern, and the names of the projections.
@@ -50,14 +50,12 @@ def forced(fused_mlp):
 
 @pytest.fixture
 def ops(fused_mlp, monkeypatch, dispatched):
-    """The calls of ops on quantised weights, as `counted` names them. What compiled code takes is in
-    test_quantized_guards.py."""
+    """Records op calls on quantised weights, as `counted` names them; test_quantized_guards.py covers compiled code."""
     return counted(fused_mlp, monkeypatch)
 
 
 def counted(fused_mlp, monkeypatch):
-    """A list of the calls of ops from now on: "packed" of weights that are read as they are, "forward" and "backward"
-    by decoded ones."""
+    """A list of all later op calls: "packed" if weights are read as they are, "forward" and "backward" if decoded."""
     adapters, quantized = (sys.modules[f"{fused_mlp.__name__}.{name}"] for name in ("adapters", "quantized.weights"))
     called, run, over_packed = [], quantized.run, adapters._over_packed
 
@@ -88,12 +86,12 @@ def quantise(model, *rest, only=is_of_mlp, **options):
         if type(layer) is nn.Linear and "head" not in name and only(name):
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, layer_4bit(layer, *rest, **options))
-    model.is_loaded_in_4bit = True  # by which PEFT chooses its layers
+    model.is_loaded_in_4bit = True  # PEFT chooses its layers by this
     return model
 
 
 def decoded(fused_mlp, model):
-    """The model with plain layers of the decoded weights."""
+    """A copy of the model with plain layers that hold the decoded weights."""
     model = copy.deepcopy(model)
     for name, layer in list(model.named_modules()):
         if isinstance(layer, bnb.nn.Linear4bit):
@@ -108,7 +106,7 @@ def decoded(fused_mlp, model):
 
 
 def build(kind, device, dtype=None, nested=False, adapted=False, everything=False, **options):
-    """A model in training, without dropout, and what it is given."""
+    """A model in training mode without dropout, and its inputs."""
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     name, config, own, _, projections = MODELS[kind]
     model = getattr(transformers, name)(getattr(transformers, config)(**WIDE | own))
@@ -172,7 +170,7 @@ def test_as_bitsandbytes(fused_mlp, device, ops, kind):
 @nestings
 @kinds
 def test_adapters(fused_mlp, device, ops, kind, nested, memory):
-    """QLoRA: the gradients of the adapters, and of what comes before."""
+    """With QLoRA, gradients of the adapters and of all that precedes them match the unfused model's."""
     model, fused, inputs = pair(fused_mlp, kind, device, nested=nested, adapted=True)
     report = fused_mlp.fuse_mlps(fused, memory=memory, verify=False)
     assert not report.left
@@ -182,7 +180,7 @@ def test_adapters(fused_mlp, device, ops, kind, nested, memory):
 
 
 def test_frozen(fused_mlp, device, ops):
-    """Without adapters a gradient goes through the weights to what comes before them."""
+    """Without adapters, gradients flow through frozen weights to the embeddings."""
     model, fused, inputs = pair(fused_mlp, "Llama", device)
     for each in (model, fused):
         each.get_input_embeddings().requires_grad_(True)
@@ -192,7 +190,7 @@ def test_frozen(fused_mlp, device, ops):
 
 @pytest.mark.parametrize("adapted", [False, True])
 def test_autocast(fused_mlp, device, ops, adapted):
-    """Layers cast what they are given: to bfloat16, as autocast does for the adapters. The result is of float32."""
+    """Layers cast x to bfloat16 if autocast does so for the adapters; the result is float32."""
     model, inputs = build("Llama", device, torch.float32, adapted=adapted)
     for layer in layers_in(model):
         layer.compute_dtype = torch.bfloat16
@@ -203,12 +201,12 @@ def test_autocast(fused_mlp, device, ops, adapted):
     assert_close(found, run(model, inputs, autocast=torch.bfloat16), 6e-2)
     assert ops[:MLPS] == ["forward" if adapted else "packed"] * MLPS
     other = run(fused, inputs, autocast=torch.float16)
-    assert len(ops) == (2 * MLPS if adapted else MLPS)  # of another dtype than autocast's: called
+    assert len(ops) == (2 * MLPS if adapted else MLPS)  # with a dtype other than autocast's, the layer is called
     assert all(output.isfinite().all() for output in (other[0] if isinstance(other[0], list) else other[:1]))
 
 
 def test_another_dtype(fused_mlp, device, ops):
-    """Without adapters the input is cast to the dtype of the products, and the result back."""
+    """Without adapters, x is cast to the compute dtype and the result back."""
     model, inputs = build("Llama", device, torch.float32)
     for layer in layers_in(model):
         layer.compute_dtype = torch.bfloat16
@@ -220,7 +218,7 @@ def test_another_dtype(fused_mlp, device, ops):
 
 
 def test_a_mixture(fused_mlp, device, ops):
-    """One projection is not quantised, and trained."""
+    """An MLP with one plain, trained projection among quantised ones is fused."""
     model, inputs = build("Llama", device, adapted=False)
     plain = decoded(fused_mlp, model)
     for path in (f"model.layers.{layer}.mlp" for layer in range(MLPS)):
@@ -233,7 +231,7 @@ def test_a_mixture(fused_mlp, device, ops):
 
 @pytest.fixture
 def small_layers(fused_mlp, monkeypatch):
-    """On a CPU too, layers by themselves are fused whatever their size is."""
+    """Fuses standalone layers of any size, on a CPU too."""
     running = importlib.import_module(f"{fused_mlp.__name__}.models.running.adapted")
     monkeypatch.setattr(running, "_LEAST_ELEMENTS", 0)
     monkeypatch.setattr(running, "_LEAST_WEIGHTS", 0)
@@ -241,7 +239,7 @@ def small_layers(fused_mlp, monkeypatch):
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 def test_layers_alone(fused_mlp, device, ops, training, small_layers):
-    """An attention's projections, whose adapters are part of their op."""
+    """Attention projections are fused with their adapters as one op each."""
     options = {"adapted": True, "everything": True, "target_modules": ["q_proj", "o_proj"]}
     model, fused, inputs = pair(fused_mlp, "Llama", device, **options)
     assert fused_mlp.explain(fused.base_model.model.model.layers[0].self_attn.q_proj).implementation == "fused"
@@ -253,7 +251,7 @@ def test_layers_alone(fused_mlp, device, ops, training, small_layers):
 
 
 def test_layers_alone_without_adapters(fused_mlp, device, ops, small_layers):
-    """An attention's projections: in inference they are one op each, and under autograd bitsandbytes' own."""
+    """Attention projections run as one op each in inference, and as bitsandbytes' own under autograd."""
     model, fused, inputs = pair(fused_mlp, "Llama", device, everything=True)
     layer = fused.model.layers[0].self_attn.q_proj
     assert [part.pattern for part in fused_mlp.explain(layer).parts] == ["linear in nf4"]
@@ -268,7 +266,7 @@ def test_layers_alone_without_adapters(fused_mlp, device, ops, small_layers):
         wanted = x @ fused_mlp.QuantizedWeight.from_bitsandbytes(layer.weight).dequantize(x.dtype).t()
         assert_close([layer(x)], [wanted if layer.bias is None else wanted + layer.bias], tolerance(device))
         assert ops == ["packed"]
-        layer.register_forward_pre_hook(lambda module, given: None)  # bitsandbytes' own runs
+        layer.register_forward_pre_hook(lambda module, given: None)  # bitsandbytes' own forward runs
         layer(x)
         assert ops == ["packed"]
     model, fused, inputs = pair(fused_mlp, "Llama", device, everything=True)
@@ -283,7 +281,7 @@ def test_layers_alone_without_adapters(fused_mlp, device, ops, small_layers):
 
 
 def other_state(layer):
-    """Other values in the same parameter."""
+    """Puts other values in the same parameter."""
     other = layer_4bit(nn.Linear(64, 256, device=layer.weight.device), layer.compute_dtype)
     layer.weight.data, layer.weight.quant_state = other.weight.data, other.weight.quant_state
 
@@ -306,7 +304,7 @@ def other_bias(layer):
 
 
 def lost_state(layer):
-    """As FSDP leaves a parameter: the layer gives it its state again when it is called."""
+    """Leaves the parameter as FSDP does: the layer restores its state at the next call."""
     layer.quant_state, layer.weight.quant_state = layer.weight.quant_state, None
 
 
@@ -314,14 +312,14 @@ def without_dtype(layer):
     layer.compute_dtype, layer.compute_type_is_set = None, False
 
 
-# The change to the first projection, and whether the MLP is fused at the next call and at that after it.
+# The change to the first projection, and whether the MLP is fused at the next call and at the one after.
 CHANGES = {
     "state": (other_state, True, True),
     "weight": (other_weight, True, True),
     "offset": (other_offset, True, True),
     "hook": (lambda layer: layer.register_forward_hook(lambda module, given, output: output * 2), False, False),
     "forward": (other_forward, False, False),
-    "bias": (other_bias, False, True),  # which the layer casts
+    "bias": (other_bias, False, True),  # the layer casts it
     "lost": (lost_state, False, True),
     "dtype": (without_dtype, False, True),
 }
@@ -343,7 +341,7 @@ def test_changes_are_seen(fused_mlp, device, ops, change):
 
 
 def test_decoded_layers(fused_mlp, device):
-    """As `model.dequantize()` leaves them: plain layers, in the place of the others."""
+    """After a fused model's layers are replaced by plain ones, as by `model.dequantize()`, it is still fused."""
     model, fused, inputs = pair(fused_mlp, "Llama", device)
     model, fused = decoded(fused_mlp, model), decoded(fused_mlp, fused)
     assert "in nf4" not in {part.pattern for part in fused_mlp.explain(fused).parts}
@@ -378,7 +376,7 @@ def test_other_adapters_are_left(fused_mlp, device, ops, options, words):
     if words is not None:
         assert words in fused_mlp.explain(fused).reason
     assert_same(model, fused, inputs)
-    assert ops == [] or (words is None and device.type == "cuda")  # where the op draws what PyTorch does
+    assert ops == [] or (words is None and device.type == "cuda")  # the op draws the same dropout mask as PyTorch
 
 
 @pytest.mark.parametrize("owner, method", [("layer", "forward"), ("package", "matmul_4bit"), ("peft", "forward")])
@@ -396,7 +394,7 @@ def test_patched_methods_are_left(fused_mlp, device, ops, monkeypatch, owner, me
     assert ops == []
 
 
-# The properties of a model beside its values.
+# Properties of a model besides its values.
 
 
 def test_state_and_copies(fused_mlp, device, ops):
@@ -415,7 +413,7 @@ def test_state_and_copies(fused_mlp, device, ops):
 
 @pytest.mark.parametrize("kind", [Gated, Plain])
 def test_quantised_after(fused_mlp, device, ops, kind):
-    """The projections of a fused module, replaced."""
+    """A fused module stays right after its projections are replaced by quantised ones."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     module = kind(bias=True, sizes=(64, 128, 64)).to(device, dtype).train()
     plain = copy.deepcopy(module)
@@ -429,7 +427,7 @@ def test_quantised_after(fused_mlp, device, ops, kind):
 
 
 def test_verification_leaves_weights_alone(fused_mlp, device):
-    """On a CPU a layer of four bits packs its weight anew when it is called outside of training."""
+    """Verification keeps weights unchanged, though on a CPU a four-bit layer repacks its weight when called in eval."""
     model, _ = build("Llama", device)
     model.eval()
     weights = [(layer.weight.data.clone(), layer.weight.quant_state) for layer in layers_in(model)]
@@ -440,7 +438,7 @@ def test_verification_leaves_weights_alone(fused_mlp, device):
 
 
 def test_compiled(fused_mlp, device):
-    """Under torch.compile the code of bitsandbytes is traced."""
+    """Under torch.compile, the code of bitsandbytes is traced."""
     torch.compiler.reset()
     model, fused, inputs = pair(fused_mlp, "Llama", device)
     compiled = torch.compile(fused, backend="aot_eager")
@@ -451,7 +449,7 @@ def test_compiled(fused_mlp, device):
 @pytest.mark.skipif(machine.device_type() != "cpu", reason="on a GPU they are fused")
 @pytest.mark.parametrize("adapted", [False, True][machine.has_tiles() :])
 def test_left_on_a_cpu(fused_mlp, device, ops, adapted, monkeypatch):
-    """Nothing is asked of such layers there at a call, and the report says why they are left."""
+    """On a CPU such layers are not even inspected at a call, and the report says why they are left."""
     with fused_mlp.backend("auto"):
         model, inputs = build("Llama", device, adapted=adapted)
         fused = copy.deepcopy(model)
@@ -471,7 +469,7 @@ def test_left_on_a_cpu(fused_mlp, device, ops, adapted, monkeypatch):
 @nestings
 @pytest.mark.parametrize("kind", ["Llama", "Phi3", "GPT-NeoX"])
 def test_by_themselves_on_a_cpu(fused_mlp, device, ops, kind, nested, dtype):
-    """In inference their weights are read packed, and stay as they are; with autograd they are called."""
+    """In inference weights are read packed and stay unchanged; under autograd the layers are called."""
     with fused_mlp.backend("auto"):
         model, inputs = build(kind, device, dtype, nested)
         plain, fused = decoded(fused_mlp, model).eval(), copy.deepcopy(model).eval()
@@ -490,7 +488,7 @@ def test_by_themselves_on_a_cpu(fused_mlp, device, ops, kind, nested, dtype):
 
 @pytest.mark.skipif(not machine.has_tiles(), reason="on a GPU they are fused, and on other CPUs left")
 def test_many_rows_of_float32_on_a_cpu(fused_mlp, device, ops):
-    """No kernel reads the codes for them: the layers' own products take less time."""
+    """Many rows of float32 are left to the layers: no kernel reads codes for them, and the layers take less time."""
     with fused_mlp.backend("auto"), torch.no_grad():
         model, _ = build("Llama", device)
         fused = copy.deepcopy(model).eval()

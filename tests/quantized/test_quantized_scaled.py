@@ -1,4 +1,4 @@
-"""Products of weights of FP8 with x rounded to FP8: many rows on a Hopper GPU.
+"""Products of FP8 weights with x rounded to FP8: many rows on a Hopper GPU.
 
 The reference rounds as transformers' FP8Linear does, each 128 values of a row by their largest, and multiplies in
 float64.
@@ -28,7 +28,7 @@ BLOCKS = ((128, 128), (1, EVERY), (EVERY, EVERY), (256, 512), (EVERY, 128), (128
 
 
 class Weight:
-    """A weight [n, k] as libraries round it: by its largest value in each block."""
+    """A weight [n, k] rounded as libraries do: by its largest value in each block."""
 
     def __init__(self, n: int, k: int, block: tuple[int, int], device):
         rows, columns = min(block[0], n), min(block[1], k)
@@ -44,7 +44,7 @@ class Weight:
 
 
 def rounded(x: Tensor) -> Tensor:
-    """As kernels do, by true divisions: by a number, PyTorch multiplies by its inverse."""
+    """Rounds as the kernels do, by true division; PyTorch divides by a number through its inverse."""
     groups = F.pad(x.float(), (0, -x.shape[-1] % 128)).unflatten(-1, (-1, 128))
     scales = (groups.abs().amax(-1, keepdim=True) / torch.full((), 448.0, device=x.device)).clamp(min=1e-36)
     values = (groups / scales).to(torch.float8_e4m3fn).double() * scales.double()
@@ -83,7 +83,7 @@ class Call:
         return [part.get("kernel", part["implementation"]) for part in json.loads(plan)]
 
     def reference(self, given=lambda x: x, result=lambda y: y) -> Tensor:
-        """In float64, with what products are given, and what they and the activation give, rounded by these."""
+        """The float64 result; `given` rounds the operands of products, `result` what products and activation return."""
 
         def product(x, place):
             bias = self.biases[place]
@@ -103,7 +103,7 @@ class Call:
         in_dtype = lambda y: y.to(dtype).double()  # noqa: E731
         exact, fine, own = self.reference(), self.reference(rounded), self.reference(rounded, in_dtype)
         assert found.shape == exact.shape
-        if not self.whole:  # else values that differ in their last bits are rounded to FP8 again
+        if not self.whole:  # in whole MLPs, hidden values that differ in their last bits are rounded to FP8 again
             (norm, largest), (of_dtype, largest_of_dtype) = errors(found, fine), errors(in_dtype(fine), fine)
             assert norm <= 1.1 * of_dtype + 1e-3, (norm, of_dtype)
             assert largest <= 2 * largest_of_dtype + 3e-3, (largest, largest_of_dtype)
@@ -115,7 +115,7 @@ class Call:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_random_shapes(ops, device, dtype, function):
-    """Odd numbers of rows, and tiles, blocks and groups that are cut."""
+    """Results are right with odd numbers of rows and partial tiles, blocks and groups."""
     draw = random.Random(f"{function} {dtype}")
     for _ in range(30):
         torch.manual_seed(draw.getrandbits(32))
@@ -129,7 +129,7 @@ def test_random_shapes(ops, device, dtype, function):
 @pytest.mark.parametrize("rows", [100, 200, 1000])
 @pytest.mark.parametrize("sizes", [(4096, 1024, 4096), (1024, 8192, 256)], ids=str)
 def test_split_k_and_clusters(ops, device, rows, sizes):
-    """Few tiles, whose k is shared, and many; of large weights fewer rows too."""
+    """Results are right with few tiles, which split k, and with many; for large weights also with fewer rows."""
     if rows == 100 and sizes[0] == 4096:
         Call("linear", torch.randn(40, 8192, device=device).bfloat16(), (4096, 0), (128, 128), True).check(ops)
     x = torch.randn(rows, sizes[0], device=device).bfloat16()
@@ -138,7 +138,7 @@ def test_split_k_and_clusters(ops, device, rows, sizes):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_values_of_any_size(ops, device, function):
-    """Rows of zeros, large and small ones, and columns that others do not come near to."""
+    """Results are right for zero rows, for large and small rows, and if one column dwarfs all others."""
     for factor in (
         (torch.arange(90, device=device) % 3 > 0)[:, None],
         10.0 ** torch.randint(-6, 4, (90, 1), device=device),
@@ -165,7 +165,7 @@ def test_what_is_no_number(ops, device):
 
 
 def test_rows_as_they_lie(ops, device):
-    """Leading dimensions, and rows that are apart; others are not rounded."""
+    """x may have leading dimensions and strided rows; unaligned rows are not rounded."""
     x = torch.randn(6, 16, 264, device=device).bfloat16()
     for view, kernel in ((x[..., :256], "scaled"), (x[..., 8:].transpose(0, 1), "scaled"), (x[..., 3:259], "decoded")):
         call = Call("gated_mlp", view, (384, 128), (128, 128), False)
@@ -175,7 +175,7 @@ def test_rows_as_they_lie(ops, device):
 
 
 def test_left_to_others(ops, device):
-    """Few rows, float32, low blocks, weights that are not aligned, and features that no tile has."""
+    """Few rows, float32, low blocks, unaligned weights and unsupported feature counts use other kernels."""
     x = torch.randn(80, 256, device=device).bfloat16()
     assert Call("linear", x[:64], (128, 0), (128, 128), False).kernels(ops) != ["scaled"]
     assert Call("linear", x.float(), (128, 0), (128, 128), False).kernels(ops) != ["scaled"]

@@ -1,8 +1,8 @@
-"""Models in training over frozen weights of int8 and FP8: bitsandbytes' Linear8bitLt, torchao's tensors for weights
-alone, and PEFT's adapters on both.
+"""Models in training over frozen int8 and FP8 weights: bitsandbytes' Linear8bitLt, torchao's weight-only tensors, and
+PEFT's adapters on both.
 
-Forward and backward go by the decoded weight. Their own products round x, or keep a decoded weight for the backward. On
-a CPU the compiled ops are forced.
+Forward and backward use the decoded weight; the layers' own products round x, or keep a decoded weight for the
+backward. On a CPU the compiled ops are forced.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from test_quantized_layers import (
 from test_quantized_models import counted
 
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes does not load on this machine", exc_type=ImportError)
-for name in ("bnb", "torchao"):  # which PEFT imports when it first meets such a layer
+for name in ("bnb", "torchao"):  # PEFT imports it when it first meets such a layer
     importlib.import_module(f"peft.tuners.lora.{name}")
 
 TRAINED = ("bitsandbytes", "torchao int8", "torchao fp8")
@@ -51,17 +51,18 @@ def ops(fused_mlp, monkeypatch):
 
 
 def nearness(kind):
-    """The tolerance of models with adapters, whose gradients both round to 16 bit on a GPU, in other places.
+    """The tolerance of models with adapters; on a GPU both round gradients to 16 bit, in different places.
 
-    On an H200, of 54 draws of these models, they were up to 0.116 of a tensor's largest value apart; over the decoded
-    weights in float64 the error of both was up to 0.14, ours 0.3 to 2.7 times the other's. On a CPU results of
-    bitsandbytes' int8, which rounds x, were up to 0.065 apart in 863 draws, and above its tolerance of 0.04 in 4.
+    On an H200, over 54 draws of these models, the two differed by up to 0.116 of a tensor's largest value; against the
+    decoded weights in float64 the error of both was up to 0.14, ours 0.3 to 2.7 times the other's. On a CPU, results of
+    bitsandbytes' int8, which rounds x, differed by up to 0.065 in 863 draws, and by more than its tolerance of 0.04 in
+    4.
     """
     return (2 if ON_CPU else 2.5) * tolerance(kind)
 
 
 def plain(model):
-    """The model with plain layers of the decoded weights."""
+    """A copy of the model with plain layers that hold the decoded weights."""
     model = copy.deepcopy(model)
     for path, layer in list(model.named_modules()):
         weight = getattr(layer, "weight", None)
@@ -82,7 +83,7 @@ def trained(fused_mlp, device, kind, name="Llama", adapted=False, **options):
     model, inputs = build(fused_mlp, device, kind, name)
     run(model, inputs)  # the first call of bitsandbytes' layers moves their scales
     if adapted:
-        model.is_loaded_in_8bit = kind == "bitsandbytes"  # by which PEFT chooses its layers
+        model.is_loaded_in_8bit = kind == "bitsandbytes"  # PEFT chooses its layers by this
         options = {"r": 4, "target_modules": PROJECTIONS[name], "init_lora_weights": False, **options}
         with pytest.warns(UserWarning, match="get_apply_tensor") if "torchao" in kind else contextlib.nullcontext():
             model = peft.get_peft_model(model, peft.LoraConfig(**options))
@@ -101,7 +102,7 @@ def pair(fused_mlp, *rest, **options):
 @pytest.mark.parametrize("name", MODELS)
 @kinds
 def test_frozen(fused_mlp, device, ops, kind, name):
-    """A gradient goes through the weights to what comes before them, as it goes through decoded ones."""
+    """Gradients flow through frozen weights to the embeddings as through decoded ones."""
     model, fused, report, inputs = pair(fused_mlp, device, kind, name)
     assert not report.left
     exact = plain(model)
@@ -141,7 +142,7 @@ def test_adapters_of_another_dtype_are_left(fused_mlp, device, ops, kind):
 
 @pytest.mark.skipif(ON_CPU, reason="where the ops are forced, any number of rows is taken")
 def test_few_rows_are_left(fused_mlp, device, ops):
-    """torchao's product of int8 keeps the decoded weight for the backward: of few rows it takes less time."""
+    """Few rows are left to torchao's int8 product: it keeps the decoded weight for the backward and takes less time."""
     model, fused, report, _ = pair(fused_mlp, device, "torchao int8")
     reasons = {(reason.code, reason.detail) for module in report.modules for reason in module.reasons}
     assert reasons == {("few rows", "16")}
@@ -151,7 +152,7 @@ def test_few_rows_are_left(fused_mlp, device, ops):
     assert ops == BOTH_WAYS
 
 
-@pytest.mark.parametrize("kind", TRAINED[1:])  # that of bitsandbytes fails by itself
+@pytest.mark.parametrize("kind", TRAINED[1:])  # bitsandbytes' own layer fails
 def test_a_trained_bias_is_left(fused_mlp, device, ops, kind):
     model, fused, _, inputs = pair(fused_mlp, device, kind)
     alike(lambda each: each.model.layers[0].mlp.gate_proj.bias.requires_grad_(True), model, fused)
@@ -160,7 +161,7 @@ def test_a_trained_bias_is_left(fused_mlp, device, ops, kind):
 
 
 def test_layers_that_round_x_are_left(fused_mlp, device, ops):
-    """torchao's products of int8 and FP8 that round x, whose gradient is none of the decoded weight, or none."""
+    """FP8 layers that round x are left: their gradient is not that of the decoded weight, or they have none."""
     model, _ = build(fused_mlp, device, "torchao int8")
     layer = nn.Linear(64, 256, device=device, dtype=model.dtype)
     forwards = importlib.import_module(f"{fused_mlp.__name__}.models.running.forwards")
@@ -184,7 +185,7 @@ def test_left_on_a_cpu(fused_mlp, device, ops, kind):
 
 @kinds
 def test_autocast(fused_mlp, device, ops, kind):
-    """To the dtype of x nothing is cast; to another one layers and adapters are called."""
+    """Autocast to the dtype of x casts nothing; under autocast to another dtype, layers and adapters are called."""
     model, fused, _, inputs = pair(fused_mlp, device, kind, adapted=True)
     if not ON_CPU:
         found = run(fused, inputs, autocast=torch.bfloat16)
@@ -204,7 +205,7 @@ def test_two_weights_are_decoded_at_a_time(fused_mlp, device, memory):
         values = torch.randint(-128, 128, sizes, dtype=torch.int8, device=device)
         weights.append(fused_mlp.QuantizedWeight.from_int8(values, torch.ones(sizes[0], device=device), divisor=127))
     x = torch.randn(8, 1024, device=device, dtype=torch.bfloat16, requires_grad=True)
-    for _ in range(2):  # the first brings cuBLAS its workspace
+    for _ in range(2):  # the first call allocates cuBLAS's workspace
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -1,7 +1,7 @@
-"""The package as users get it: published to a Hub on loopback, fetched from there by the real clients.
+"""The package as users get it: published to a Hub on loopback, and fetched from there by the real clients.
 
-Every user is a process with an empty cache, who knows the Hub's address and nothing else. What the clients do not check
-is tested too: the card tells users so, and how to check it themselves.
+Every user is a process with an empty cache that knows only the Hub's address. Gaps in the clients' checks are tested
+too: the card tells users about them, and how to check for themselves.
 """
 
 import os
@@ -33,19 +33,19 @@ ORGANISATION = REPO.split("/")[0]
 ABI = f"torch-stable-abi{project.config()['torch']['stable-abi']['cpu'].replace('.', '')}"
 MACHINE = platform.machine()
 CPU = f"{ABI}-cpu-{MACHINE}-linux"
-# Variants for others: what they hold must never be fetched.
+# Variants for other systems; their content must never be fetched.
 OTHERS = (
     f"{ABI}-cpu-riscv64-linux",
     f"{ABI}-rocm71-{MACHINE}-linux",
     f"torch25-cxx11-cpu-{MACHINE}-linux",
     f"torch-stable-abi999-cpu-{MACHINE}-linux",
-    f"torch-stable-abi29-cpu-{MACHINE}-linux",  # would run too, and is not preferred
+    f"torch-stable-abi29-cpu-{MACHINE}-linux",  # would run too, but is not preferred
 )
 
 
 @dataclass
 class Published:
-    """A Hub, and what was published to it."""
+    """A Hub, its build, and accessors for what was published."""
 
     hub: Hub
     build: Path
@@ -62,13 +62,13 @@ class Published:
         return self.hub.repository(REPO).branches()[f"v{VERSION}"]
 
     def change(self, files: dict[str, bytes]) -> None:
-        """A later commit on the version's branch."""
+        """Adds a commit to the version's branch."""
         added = {f"build/{self.ours.name}/{name}": content for name, content in files.items()}
         self.hub.repository(REPO).commit(f"v{VERSION}", "A later commit", added, removed=[])
 
 
 class Users:
-    """Starts processes that know the Hub, and nothing of this tree; those of one home share a cache."""
+    """Starts processes that know the Hub and nothing of this tree; those with the same home share a cache."""
 
     def __init__(self, hub: Hub, folder: Path):
         self.hub = hub
@@ -88,21 +88,21 @@ class Users:
         return kept | known | more
 
     def run(self, name: str, *arguments, home: str = "home", **more: str) -> subprocess.CompletedProcess:
-        """Runs a command that pip has installed, `kernels` or `hf`."""
+        """Runs a command installed by pip, `kernels` or `hf`."""
         script = Path(sysconfig.get_path("scripts"), name)
         return forks.run(script, *arguments, cwd=self.folder, env=self.environment(home, more))
 
     def does(self, *command, **more: str) -> str:
-        """The output of the command; it must succeed."""
+        """Returns the output of a command that must succeed."""
         return self._printed(self.run(*command, **more))
 
     def python(self, program: str | Path, *arguments: str, home: str = "home", **more: str) -> str:
-        """The output of the code or the script; it must succeed."""
+        """Returns the output of code or a script that must succeed."""
         done = forks.run(program, *arguments, cwd=self.folder, env=self.environment(home, more))
         return self._printed(done)
 
     def fails(self, program: str | Path, *arguments: str) -> str:
-        """The error with which the code or the script ends."""
+        """Returns the error output of code or a script that must fail."""
         done = forks.run(program, *arguments, cwd=self.folder, env=self.environment("home", {}))
         assert done.returncode == 1, done.stdout + done.stderr
         return done.stderr
@@ -112,7 +112,7 @@ class Users:
         return done.stdout.strip()
 
     def fetched(self) -> list[str]:
-        """The files whose content was asked for."""
+        """The files whose content was requested."""
         return [request.split("/build/")[1] for request in self.hub.requests if request.startswith("GET /kernels/")]
 
 
@@ -125,12 +125,12 @@ def publish_from(folder: Path, build: Path, hub: Hub) -> None:
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory) -> Iterator[Published]:
-    """The version of this tree, with variants for others beside its own, and a later version."""
+    """Publishes this tree's version, with variants for other systems, and then a later version."""
     folder = checkout.make(tmp_path_factory.mktemp("checkout"))
     build = shutil.copytree(checkout.build(folder), folder.parent / "build", ignore=shutil.ignore_patterns(".cache"))
     for variant in project.BUILD.glob(f"{ABI}-cu*"):
         shutil.copytree(variant, build / variant.name, ignore=shutil.ignore_patterns("__pycache__"))
-    if not list(build.glob(f"{ABI}-cu*")):  # a torch built for CUDA takes no other variant, GPU or not
+    if not list(build.glob(f"{ABI}-cu*")):  # a torch built for CUDA accepts no other variant, with or without a GPU
         shutil.copytree(
             build / CPU, build / f"{ABI}-cu{(torch.version.cuda or '13.0').replace('.', '')}-{MACHINE}-linux"
         )
@@ -155,7 +155,7 @@ def users(published, tmp_path) -> Users:
 
 @pytest.fixture
 def copy(published, tmp_path) -> Iterator[Published]:
-    """A Hub of the test's own, to change."""
+    """A Hub that the test may change."""
     with Hub(shutil.copytree(published.hub.folder, tmp_path / "hub"), "secret", trusted=[ORGANISATION]) as hub:
         yield Published(hub, published.build)
 
@@ -191,7 +191,7 @@ def fuse_mlps(model):
 
 
 def test_a_kernel_whose_compiled_ops_do_not_run_is_seen(copy, users_of_copy):
-    """The results of PyTorch in their place are right, and differ in nothing."""
+    """PyTorch's results are right, but the smoke test sees that the compiled ops do not run."""
     fault = b'\n_forced = backend("torch")\n_forced.__enter__()\n'
     copy.change({"__init__.py": (copy.ours / "__init__.py").read_bytes() + fault})
     assert "of Llama's MLPs not all were fused" in users_of_copy.fails(*SMOKE)
@@ -223,7 +223,7 @@ print(mlp.forward.__func__.__module__)
     assert re.fullmatch(rf"_{project.python_name()}_\w+\.layers", printed)
 
 
-# Tampering: the clients load what they get. The digests find it, for whoever compares them, as the card shows.
+# Tampering: the clients load whatever they get. Comparing digests, as the card shows, reveals it.
 
 
 def violations(variant: Path) -> list[str]:
@@ -243,14 +243,14 @@ def test_a_file_changed_in_the_cache(users):
     assert violations(variant) == []
     with (variant / "dispatch.py").open("ab") as file:
         file.write(CHANGE)
-    assert users.python(GET) == "changed"  # loaded all the same
+    assert users.python(GET) == "changed"  # loaded nevertheless
     (found,) = violations(variant)
     assert "hash mismatch for dispatch.py" in found
     checked = users.run("hf", "cache", "verify", REPO, "--repo-type", "kernel")
     assert checked.returncode == 1 and f"{variant.name}/dispatch.py: expected" in checked.stdout
 
 
-# The card: what it shows is run as it stands
+# The card: its code and commands run as shown
 
 
 def blocks(language: str) -> list[str]:

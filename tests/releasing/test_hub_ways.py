@@ -1,5 +1,6 @@
-"""The ways that transformers has to put a kernel's layers into a model: KernelConfig, classes replaced at load with
-their weights fused, and the names that its own mapping uses. All through LOCAL_KERNELS, without the Hub."""
+"""transformers' ways to put a kernel's layers into a model: KernelConfig, classes replaced at load with their weights
+fused, and the names in its own mapping. All run through LOCAL_KERNELS, without the Hub.
+"""
 
 import copy
 
@@ -36,14 +37,14 @@ MODELS = {
     "BERT": (transformers.BertForMaskedLM, transformers.BertConfig, BERT),
 }
 
-# The class of a model that a layer's layout replaces.
+# The model, its class that is replaced, and the layer whose layout replaces it.
 REPLACED = [
     ("Gemma", "GemmaMLP", "GeGLUMLP"),
     ("Gemma", "GemmaMLP", "GatedMLP"),
     ("Gemma", "GemmaMLP", "PackedGatedMLP"),
     ("Gemma 2", "Gemma2MLP", "GeGLUMLP"),
     ("Llama", "LlamaMLP", "SwiGLUMLP"),
-    ("Llama", "LlamaMLP", "GeGLUMLP"),  # whose activation is the model's all the same
+    ("Llama", "LlamaMLP", "GeGLUMLP"),  # the activation is still the model's
     ("Llama", "LlamaMLP", "PackedGatedMLP"),
     ("Llama with biases", "LlamaMLP", "GatedMLP"),
     ("Llama with biases", "LlamaMLP", "PackedGatedMLP"),
@@ -55,7 +56,7 @@ replaced = pytest.mark.parametrize(("name", "replaced", "layer"), REPLACED, ids=
 
 @pytest.fixture(autouse=True)
 def transformers_as_it_was(monkeypatch, fused_mlp):
-    """Kernels of a KernelConfig stay registered in a process; and a KernelConfig is made for accelerators alone."""
+    """Undoes the process-wide registration of KernelConfig kernels, and lets a KernelConfig run on any device."""
     monkeypatch.setattr(monkey_patching, "_monkey_patch_mapping_cache", {})
     monkeypatch.setattr(
         conversion_mapping,
@@ -82,7 +83,7 @@ def config_of(mapping):
 
 
 def make(name, device):
-    """A tiny model; every parameter shows in what it computes."""
+    """A tiny model whose parameters all affect its output, and inputs."""
     model_class, config_class, options = MODELS[name]
     model = model_class(config_class(**options))
     with torch.no_grad():
@@ -101,7 +102,7 @@ def mlps(model):
 
 
 def as_logits(model):
-    """CLIP's text model has its result under another name."""
+    """Gives CLIP's text model, whose result has another name, the interface of the others."""
     if isinstance(model, transformers.CLIPTextModelWithProjection):
         return tiny_models.First(model)
     return model
@@ -114,7 +115,7 @@ def assert_same_files(one, other):
 
 
 def assert_same_results(model, other, ids):
-    """Outputs, and gradients where the parameters have the same names."""
+    """Compares outputs, and also gradients if the parameters have the same names."""
     model, other = as_logits(model), as_logits(other)
     if [name for name, _ in model.named_parameters()] == [name for name, _ in other.named_parameters()]:
         assert_same(model, other, ids)
@@ -126,7 +127,7 @@ def assert_same_results(model, other, ids):
 
 @replaced
 def test_a_class_replaced_at_load(fused_mlp, device, tmp_path, name, replaced, layer):
-    """Loaded from the original's checkpoint, and saved as one again: the same weights, bit for bit."""
+    """A replaced class loads the original's checkpoint, and saves it again with the same weights, bit for bit."""
     model, ids = make(name, device)
     model.save_pretrained(tmp_path / "original")
     kernelized = load(model, tmp_path / "original", use_kernels=True, kernel_config=config_of({replaced: layer}))
@@ -145,7 +146,7 @@ def test_a_class_replaced_at_load(fused_mlp, device, tmp_path, name, replaced, l
 
 @pytest.mark.parametrize("name", ["Llama", "Llama with biases"])
 def test_weights_fused_at_load(fused_mlp, device, tmp_path, name):
-    """gate_proj and up_proj become gate_up_proj; trained there, they are saved apart."""
+    """gate_proj and up_proj are loaded as gate_up_proj; after training they are saved separately."""
     model, ids = make(name, device)
     model.save_pretrained(tmp_path / "original")
     config = config_of({"LlamaMLP": "PackedGatedMLP"})
@@ -167,7 +168,7 @@ def test_weights_fused_at_load(fused_mlp, device, tmp_path, name):
 
 
 def test_modes_and_compilation(fused_mlp, device, tmp_path):
-    """The mapping is for the mode at load; in the other one the layout's own forward computes the same."""
+    """The mapping is for the mode at load; in the other mode the layout's own forward computes the same."""
     torch.compiler.reset()
     model, ids = make("Gemma", device)
     model.save_pretrained(tmp_path)
@@ -180,7 +181,7 @@ def test_modes_and_compilation(fused_mlp, device, tmp_path):
 
 
 def test_a_later_load_without_kernels(fused_mlp, device, tmp_path):
-    """transformers keeps replacing the class in this process: without kernelize, the layout must still compute."""
+    """transformers keeps the class replaced in this process, and without kernelize the layout still computes."""
     model, ids = make("Llama", device)
     model.save_pretrained(tmp_path)
     load(model, tmp_path, use_kernels=True, kernel_config=config_of({"LlamaMLP": "PackedGatedMLP"}))
@@ -190,8 +191,8 @@ def test_a_later_load_without_kernels(fused_mlp, device, tmp_path):
 
 
 def test_an_activation_that_no_layout_knows(fused_mlp, device, tmp_path, monkeypatch):
-    """An error at load, in place of a model that computes something else."""
-    monkeypatch.setattr(modeling_llama, "LlamaMLP", modeling_llama.LlamaMLP)  # after an error it stays replaced
+    """An unknown activation raises an error at load, so no model silently computes something else."""
+    monkeypatch.setattr(modeling_llama, "LlamaMLP", modeling_llama.LlamaMLP)  # after an error the class stays replaced
     config = transformers.LlamaConfig(**LLM, hidden_act="mish")
     model = transformers.LlamaForCausalLM(config)
     model.save_pretrained(tmp_path)
@@ -201,7 +202,7 @@ def test_an_activation_that_no_layout_knows(fused_mlp, device, tmp_path, monkeyp
 
 @pytest.fixture
 def mark(monkeypatch):
-    """Marks a class for the test alone."""
+    """A function that marks a class until the test ends."""
 
     def mark(kind, layer_name):
         for attribute, value in (("kernel_layer_name", layer_name), ("kernel_condition", staticmethod(lambda _: True))):
@@ -211,7 +212,7 @@ def mark(monkeypatch):
 
 
 def test_a_local_path(fused_mlp, device, mark):
-    """A folder in place of a repository, for a class that is marked."""
+    """A folder may stand in for a repository, for a marked class."""
     model, ids = make("Gemma", device)
     fused = copy.deepcopy(model)
     mark(GemmaMLP, "GeGLUMLP")
@@ -221,7 +222,7 @@ def test_a_local_path(fused_mlp, device, mark):
     assert_same(model, fused, ids)
 
 
-# The names of transformers' own mapping, and what runs under them.
+# The names in transformers' own mapping, and the layers that run under them.
 GATED_NAMES = [("Gemma", "GeGLUMLP"), ("Llama", "SwiGLUMLP"), ("Llama with biases", "Linear"), ("BERT", "Linear")]
 ACTIVATION_NAMES = [
     ("GeluTanh", activations.GELUTanh, "Gemma", "gelu_pytorch_tanh"),
@@ -234,7 +235,7 @@ ACTIVATION_NAMES = [
 
 
 def test_the_names_of_the_default_mapping(fused_mlp):
-    """There is a layer here for the name of every MLP, linear layer and activation that transformers maps."""
+    """The package has a layer for the name of every MLP, linear layer and activation that transformers maps."""
     theirs = {
         name
         for name, devices in hub_kernels.get_kernel_mapping_transformers().items()
@@ -258,14 +259,14 @@ def test_classes_marked_with_the_names(fused_mlp, device, mark, name, layer):
     assert forwards
     assert set(forwards) == {getattr(fused_mlp.layers, layer).forward}
     assert_same(model, kernelized, ids)
-    if layer == "Linear":  # no obstacle for the fusion of what is around it
+    if layer == "Linear":  # does not prevent fusion of the MLP around it
         assert {module.extent for module in fused_mlp.fuse_mlps(kernelized).fused} == {"full"}
         assert_same(model, kernelized, ids)
 
 
 @pytest.mark.parametrize(("layer", "kind", "name", "activation"), ACTIVATION_NAMES, ids=lambda value: str(value))
 def test_activations_by_name(fused_mlp, device, layer, kind, name, activation):
-    """transformers has marked these classes; a model with them is kernelized, then fused."""
+    """Models with activation classes that transformers has marked can be kernelized and then fused."""
     assert kind.kernel_layer_name == layer
     _validate_layer(check_cls=kind, cls=getattr(fused_mlp.layers, layer), repo=None)
     model, ids = make(name, device)
@@ -283,7 +284,7 @@ def test_activations_by_name(fused_mlp, device, layer, kind, name, activation):
 
 
 def test_the_mixture_of_the_default_mapping(fused_mlp, device):
-    """transformers has marked the mixture of gpt-oss alone."""
+    """The only mixture that transformers has marked, gpt-oss's, is kernelized."""
     kind = transformers.models.gpt_oss.modeling_gpt_oss.GptOssMLP
     layer = fused_mlp.layers.MegaBlocksMoeMLP
     assert kind.kernel_layer_name == "MegaBlocksMoeMLP"

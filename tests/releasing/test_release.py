@@ -1,4 +1,4 @@
-"""The checks before a release: each passes on this tree, and fails on what it is there to find."""
+"""The checks before a release pass on this tree, and each fails on the fault that it looks for."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def released(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def build(released, tmp_path) -> Path:
-    """A copy of its build, to plant a fault in."""
+    """A copy of its build, for planting faults."""
     return shutil.copytree(released / "build", tmp_path / "build", ignore=shutil.ignore_patterns(".cache"))
 
 
@@ -55,7 +55,7 @@ def variant(build) -> Path:
 
 
 def stand_in(kernel: ModuleType) -> ModuleType:
-    """A module like the kernel, to change."""
+    """A copy of the kernel's module that a test may change."""
     module = ModuleType(kernel.__name__)
     vars(module).update(vars(kernel), __all__=[*kernel.__all__])
     module.layers = ModuleType("layers")
@@ -208,7 +208,7 @@ def leave_bytecode(variant):
 
 
 def metadata(**changes):
-    """A change of some fields; None takes one away."""
+    """A function that changes some fields; None removes one."""
 
     def change(variant):
         path = variant / "metadata.json"
@@ -220,7 +220,7 @@ def metadata(**changes):
 
 def symbols(code: str):
     def link(variant):
-        """In place of the extension, a library that uses what it may not."""
+        """Replaces the extension by a library that uses something forbidden."""
         command = [os.environ.get("CXX", "g++"), "-shared", "-fPIC", "-x", "c++", "-", "-o", next(variant.glob("*.so"))]
         subprocess.run(command, input=code, text=True, check=True)
 
@@ -257,10 +257,10 @@ def test_a_variant_with_a_fault(variant, plant, fault):
 
 
 def for_macos(*undefined: str, oldest: int = 15) -> bytes:
-    """An extension for Macs as far as its checks read it: what it takes of others, and the oldest macOS."""
+    """An extension for Macs as far as its checks read it: its undefined symbols and the oldest macOS."""
     names = b"\0" + b"".join(name.encode() + b"\0" for name in undefined)
     places = [names.index(name.encode() + b"\0") for name in undefined]
-    symbols = b"".join(struct.pack("<IBBHQ", place, 1, 0, 0, 0) for place in places)  # external, defined elsewhere
+    symbols = b"".join(struct.pack("<IBBHQ", place, 1, 0, 0, 0) for place in places)  # external, undefined here
     commands = struct.pack("<6I", 0x32, 24, 1, oldest << 16, 26 << 16, 0)  # LC_BUILD_VERSION
     end = 32 + len(commands) + 24
     commands += struct.pack("<6I", 0x2, 24, end, len(undefined), end + len(symbols), len(names))  # LC_SYMTAB
@@ -278,7 +278,7 @@ def for_macos(*undefined: str, oldest: int = 15) -> bytes:
     ],
 )
 def test_an_extension_for_macos(tmp_path, content, faults):
-    """Read here, where nm knows ELF files alone."""
+    """Extensions for macOS are checked here too, where nm reads only ELF files."""
     extension = tmp_path / "extension.abi3.so"
     extension.write_bytes(content)
     assert [check.name for check in abi.check(extension) if check.failed] == faults
@@ -310,8 +310,9 @@ RECOMPILED = {"torch-ext/global_state/modes.cpp", "cpu/few_rows/matmul.cpp"}  # 
 
 
 def test_two_builds_of_one_commit_are_the_same(released, tmp_path, monkeypatch):
-    """Linked in another folder, of two files compiled there and the objects of the rest: `make release-check` compiles
-    all of them."""
+    """Two builds of a commit are the same. The second is linked in another folder, with two files compiled there and
+    the objects of the others copied; `make release-check` compiles all of them.
+    """
     monkeypatch.setattr(project, "ROOT", released)
     clone = rebuild.clone(tmp_path / "in" / "another" / "folder")
     for path in released.rglob("*"):
@@ -364,14 +365,14 @@ def test_the_check_of_a_build(build, variant, tmp_path, monkeypatch):
     (variant / "more.py").write_text("")
     error, printed = checked()
     assert error == "error: not to be released"
-    assert f"{variant.name} 1 found" in printed and "second build" not in printed  # which takes long
+    assert f"{variant.name} 1 found" in printed and "second build" not in printed  # it takes long, so it does not run
 
     error, _ = checked(tmp_path / "absent")
     assert error.startswith("error: no variants in")
 
 
 def test_the_gate_before_the_upload(build, variant, monkeypatch):
-    monkeypatch.setattr(abi, "MANYLINUX", "manylinux_2_39")  # this machine's C library is newer than that of releases
+    monkeypatch.setattr(abi, "MANYLINUX", "manylinux_2_39")  # this machine's C library is newer than releases allow
     output = StringIO()
     console = Console(file=output, width=100)
     assert check.gate(build, {variant.name}, console) is None
@@ -420,11 +421,11 @@ def test_a_tag_names_the_version_and_lies_on_main(tmp_path, monkeypatch):
         assert release.check_tag(tag).startswith(f"error: the tag is {tag}, and build.toml says version {version}")
 
 
-# A signature itself takes the network, and the identity of a workflow.
+# Signing itself needs the network and a workflow's identity.
 
 
 def certificate(**said: str) -> x509.Certificate:
-    """One as sigstore gives a workflow, signed by nobody, that says this of it."""
+    """A self-signed certificate with the claims that sigstore puts into a workflow's."""
     key = ec.generate_private_key(ec.SECP256R1())
     builder = x509.CertificateBuilder(x509.Name([]), x509.Name([]), key.public_key(), 1)
     builder = builder.not_valid_before(datetime(2026, 1, 1)).not_valid_after(datetime(2027, 1, 1))
@@ -438,7 +439,7 @@ def certificate(**said: str) -> x509.Certificate:
 
 
 def test_whose_signature_counts():
-    """That of the workflow of releases, for the tag, in our repository."""
+    """Only signatures by the release workflow, for the tag, in our repository, are accepted."""
     ours = project.config()["general"]["source"]
     issuer, path = "https://token.actions.githubusercontent.com", ".github/workflows"
     good = {"issuer": issuer, "source": ours, "signer": f"{ours}/{path}/release.yaml@refs/tags/v1.2"}
@@ -462,10 +463,10 @@ def test_what_is_not_signed(build, variant):
     (variant / "metadata.json.sigstore").write_text("{}")
     (fault,) = found()
     assert fault.startswith(f"{variant.name}: VerificationResult.SignatureBundleInvalid(")
-    assert not any("sigstore" in fault for fault in variants.faults(variant))  # the digest is not of the signature
+    assert not any("sigstore" in fault for fault in variants.faults(variant))  # the digest does not cover the signature
 
 
-# Publishing: as a workflow that the Hub knows, to a repository that is there
+# Publishing: as a workflow that the Hub knows, to an existing repository
 
 
 @pytest.fixture
@@ -477,7 +478,7 @@ def hub(tmp_path):
 
 def published(released: Path, hub: Hub, *command: str, identity: str = "our workflow") -> subprocess.CompletedProcess:
     environment = os.environ | checkout.publisher(hub.url, identity)
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # what is left of a process is the process's own doing
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # whether a process leaves bytecode is up to the process itself
     return checkout.run(released, "tools/release.py", *command, env=environment)
 
 
@@ -488,11 +489,11 @@ def files_of(hub: Hub, revision: str) -> dict[str, bytes]:
 
 
 def test_what_is_published(released, hub, build, variant):
-    """First staged, where no user looks, then promoted: the same files, byte for byte."""
+    """Files are first staged, where no user looks, then promoted unchanged, byte for byte."""
     other = shutil.copytree(variant, build / "torch-stable-abi211-cu130-x86_64-linux")
     repository = hub.repository(project.repo_id())
     assert published(released, hub, "stage", "--build", str(build)).returncode == 0
-    (variant / "dispatch.py").rename(variant / "choice.py")  # as a later build may have it
+    (variant / "dispatch.py").rename(variant / "choice.py")  # a later build may have other files
     done = published(released, hub, "stage", "--build", str(build))
     assert done.returncode == 0, done.stderr
     staged = done.stdout.strip()
@@ -513,7 +514,7 @@ def test_what_is_published(released, hub, build, variant):
     assert done.stdout.strip() == head and files_of(hub, head) == files
     assert files_of(hub, "main") == {"README.md": publish.render_card().encode()}
 
-    # A variant that users of the version have is not left behind.
+    # A published variant must not disappear from its version.
     shutil.rmtree(other)
     assert published(released, hub, "stage", "--build", str(build)).returncode == 0
     done = published(released, hub, "promote", publish.STAGING)
@@ -524,7 +525,7 @@ def test_what_is_published(released, hub, build, variant):
 
 
 def test_bytecode_is_not_published(released, hub, build, variant):
-    """No digest covers it; and to load a build for its checks leaves none."""
+    """Bytecode, which no digest covers, is refused; loading a build for its checks leaves none."""
     assert published(released, hub, "snapshot", "--build", str(build)).returncode == 0
     assert not list(build.rglob("*.pyc"))
     leave_bytecode(variant)
@@ -535,7 +536,7 @@ def test_bytecode_is_not_published(released, hub, build, variant):
 
 
 def test_who_may_publish(released, hub, build):
-    """A workflow that the Hub's repository names, with no right to create one; and nobody without such an identity."""
+    """Only the workflow that the Hub's repository names may publish, without a right to create repositories."""
     stage = ("stage", "--build", str(build))
     assert "401" in published(released, hub, *stage, identity="another workflow").stderr
     assert "no OIDC id token is available" in published(released, hub, *stage, identity="").stderr
@@ -546,7 +547,7 @@ def test_who_may_publish(released, hub, build):
     assert not hub.exists(project.repo_id())
 
 
-# The rehearsal: what its steps do is tested above and in test_hub.py.
+# The rehearsal: its steps are tested above and in test_hub.py.
 
 
 def test_the_rehearsal_has_a_hub_of_its_own(tmp_path):

@@ -1,4 +1,4 @@
-"""The workflows: what they run is there, and what they use is pinned."""
+"""The workflows: all that they run exists, and all that they use is pinned."""
 
 import argparse
 import json
@@ -22,14 +22,14 @@ SCRIPTS = [path for path in (project.ROOT / ".ci").iterdir() if path.is_file()]
 
 
 def unpinned(text: str) -> list[str]:
-    """The actions that are not named by a commit with its version beside."""
+    """The actions that are not pinned to a commit with its version in a comment."""
     used = re.findall(r"^\s*(?:- )?uses: *(.+)$", text, re.MULTILINE)
     local = r"\./\.github/workflows/\S+\.yaml( # .+)?"
     return [use for use in used if not re.fullmatch(rf"[\w./-]+@[0-9a-f]{{40}} # v[\d.]+|{local}", use)]
 
 
 def unknown_targets(text: str) -> set[str]:
-    """The words that are given to make and are no target of the Makefile."""
+    """The words passed to make that are not targets of the Makefile."""
     makefile = (project.ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
     lines = re.findall(r"^\s*(?:- run: )?make ([a-z -]+)$", text, re.MULTILINE)
@@ -37,12 +37,12 @@ def unknown_targets(text: str) -> set[str]:
 
 
 def swallowed(commands: str) -> list[str]:
-    """The lines in which the failure of a command that is substituted is lost: only an assignment fails with it."""
+    """The lines that lose the failure of a substituted command: only an assignment fails with it."""
     return [line for line in commands.splitlines() if "$(" in line and not re.match(r"\s*\w+=\$\(", line)]
 
 
 def missing_scripts(text: str) -> set[str]:
-    """The scripts of this tree that are called and are not there."""
+    """The scripts of this tree that are called but do not exist."""
     return {
         name
         for name in re.findall(r"\b(?:tools|tests)/[\w/]+\.py|\.ci/\w+", text)
@@ -55,7 +55,7 @@ def test_a_workflow(workflow):
     text = workflow.read_text()
     assert unpinned(text) == []
     loaded = yaml.safe_load(text)
-    assert loaded["permissions"] == {"contents": "read"}  # a job that needs more asks for it
+    assert loaded["permissions"] == {"contents": "read"}  # jobs that need more request it
     assert "group" in loaded["concurrency"]
     for job in loaded["jobs"].values():
         assert "timeout-minutes" in job or "uses" in job
@@ -80,14 +80,14 @@ def runs(job: dict) -> list[str]:
 
 
 def before(jobs: dict[str, dict], name: str) -> set[str]:
-    """The jobs without which one does not start."""
+    """All jobs that must succeed before this one starts."""
     needs = jobs[name].get("needs", [])
     direct = {needs} if isinstance(needs, str) else {*needs}
     return direct.union(*(before(jobs, need) for need in direct))
 
 
 def test_what_comes_before_what():
-    """The files that users load were checked, tested, signed, and run on GPUs as they were uploaded."""
+    """Files are checked, tested, signed, and run on GPUs as uploaded before users load them."""
     release, build = jobs_of("release"), jobs_of("build")
     assert before(release, "promote") == {"check", "build", "gate", "stage", "gpu"}
     assert before(release, "stage") == {"check", "build", "gate"}
@@ -95,7 +95,7 @@ def test_what_comes_before_what():
 
 
 def test_who_may_write():
-    """No secret may write to the Hub. Where a job has an identity, each file of what is installed has its hash."""
+    """No secret may write to the Hub. Jobs with an identity install only files with pinned hashes."""
     texts = {workflow.stem: workflow.read_text() for workflow in WORKFLOWS}
     assert set(re.findall(r"secrets\.(\w+)", "".join(texts.values()))) == {"HF_JOBS_TOKEN"}
     for workflow in texts:
@@ -124,7 +124,7 @@ def stub(path: Path, code: str) -> Path:
 
 
 def shell(command: str, folder: Path, **environment: str) -> subprocess.CompletedProcess:
-    """Runs it as a runner does, with the programs in the folder's bin before all others."""
+    """Runs the command as a runner does, with the programs in the folder's bin first."""
     path = f"{folder / 'bin'}:{os.environ['PATH']}"
     return subprocess.run(
         ["bash", "-e", "-c", command],
@@ -162,7 +162,7 @@ def test_every_variant_is_built_on_a_machine_of_its_kind(tmp_path):
 
 
 def test_the_folder_of_the_triton_kernels_is_not_taken_for_triton(tmp_path):
-    """A case without an installed triton, and pytest runs at the root."""
+    """If Triton is not installed and pytest runs at the root, the folder `triton` must not be imported."""
     stub(tmp_path / "bin/python", f'exec {sys.executable} "$@"')
     (tmp_path / "pytest.py").write_text("import os, sys; print([os.path.abspath(path) for path in sys.path])")
     script = str(project.ROOT / ".ci/variant")
@@ -171,7 +171,7 @@ def test_the_folder_of_the_triton_kernels_is_not_taken_for_triton(tmp_path):
     assert str(tmp_path) in done.stdout and repr(str(project.ROOT)) not in done.stdout
 
 
-# The job on a GPU: with a Hub that answers as the real one does.
+# The job on a GPU, with a Hub that answers as the real one does.
 
 
 def test_the_gpus_are_for_hire():
@@ -244,7 +244,7 @@ def test_what_was_not_staged_is_not_tested():
 
 @pytest.fixture
 def gpu(tmp_path):
-    """Runs .ci/gpu with programs that write down how they are called, of which those in `failing` fail."""
+    """Runs .ci/gpu with stubs that record their calls and fail if these match `failing`."""
 
     def run(failing: str, **environment: str) -> tuple[subprocess.CompletedProcess, list[str]]:
         calls = tmp_path / "calls"
@@ -274,12 +274,12 @@ def test_what_a_gpu_is_asked(gpu):
 
 
 def test_the_first_run_on_a_card(gpu):
-    """Beyond the limit, the choice is withheld and the figures are taken once more; a release needs that committed."""
+    """Beyond the limit, the choice is withheld and the figures are taken again; a release needs that committed."""
     done, calls = gpu("*bench/chosen/linear*")
     assert done.returncode == 0 and "withheld: " in done.stdout and "{8, 9, true},  // a card" in done.stdout
     assert calls.index("python tools/tune.py --withhold") < calls.index("make build")
     assert len([call for call in calls if "bench/withheld/" in call]) == 6
-    for failing in ("*bench/*/linear*", "*bench/chosen/linear*|*--withhold*"):  # torch's way too; a card of our figures
+    for failing in ("*bench/*/linear*", "*bench/chosen/linear*|*--withhold*"):  # both figures fail; withholding fails
         done, _ = gpu(failing)
         assert done.returncode == 1 and gpu_job.FIGURES in done.stdout
     done, calls = gpu("*bench/chosen/linear*", STAGED="a" * 40)

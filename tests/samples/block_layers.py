@@ -9,7 +9,7 @@ from modules import Dropping, Gated, OfFunctions, PackedGated, Plain, RMSNorm, T
 
 
 class Behind(nn.Module):
-    """BART's."""
+    """BART's layer."""
 
     def __init__(self):
         super().__init__()
@@ -28,7 +28,7 @@ class Behind(nn.Module):
 
 
 class Around(nn.Module):
-    """ViT's: the MLP is a module."""
+    """ViT's layer, with the MLP as a module."""
 
     norm_of, mlp_of = staticmethod(lambda: nn.LayerNorm(32)), Plain
 
@@ -46,7 +46,7 @@ class Around(nn.Module):
 
 
 class Decoding(nn.Module):
-    """Llama's."""
+    """Llama's layer."""
 
     def __init__(self, kind=Gated):
         super().__init__()
@@ -58,19 +58,19 @@ class Decoding(nn.Module):
 
 
 class PackedDecoding(Around):
-    """Phi-3's."""
+    """Phi-3's layer."""
 
     norm_of, mlp_of = RMSNorm, PackedGated
 
 
 class OfConv1D(Around):
-    """GPT-2's: weights [in, out], and dropout at the end of the MLP."""
+    """GPT-2's layer: weights [in, out], and dropout at the end of the MLP."""
 
     mlp_of = TransposedPlain
 
 
 class AroundDropping(Around):
-    """DETR's."""
+    """DETR's layer."""
 
     mlp_of = Dropping
 
@@ -80,7 +80,7 @@ class AroundFunction(Around):
 
 
 class AroundSequence(Around):
-    """torchvision's: the MLP is a sequence, with dropout in it."""
+    """torchvision's layer: the MLP is an nn.Sequential that contains dropout."""
 
     @staticmethod
     def mlp_of():
@@ -88,7 +88,7 @@ class AroundSequence(Around):
 
 
 class Sandwich(nn.Module):
-    """Gemma 2's."""
+    """Gemma 2's layer."""
 
     def __init__(self):
         super().__init__()
@@ -109,7 +109,7 @@ class LayerScale(nn.Module):
 
 
 class Scaling(Around):
-    """DINOv2's."""
+    """DINOv2's layer."""
 
     def __init__(self):
         super().__init__()
@@ -125,7 +125,7 @@ class Scaling(Around):
 
 
 def layer(name, parent, body, arguments="x", **attributes):
-    """A subclass with another forward, and with attributes that an instance has from the start."""
+    """A subclass with another forward, and attributes that are set at construction."""
 
     def init(self):
         parent.__init__(self)
@@ -137,7 +137,7 @@ def layer(name, parent, body, arguments="x", **attributes):
     return kind
 
 
-# Whisper's.
+# Whisper's layer.
 InFront = layer(
     "InFront",
     Behind,
@@ -150,9 +150,9 @@ x = F.dropout(x, p=self.dropout, training=self.training)
 x = residual + x
 return x""",
 )
-# The sum alone, of more than a name; the norm is somebody else's too.
+# Only the sum can be fused: the residual is normed values, which the MLP reads too.
 Summed = layer("Summed", Behind, "normed = self.norm(x)\nreturn self.fc2(self.act(self.fc1(normed))) + normed")
-# GPT-NeoX's, which has two ways.
+# GPT-NeoX's layer, with two paths.
 Branching = layer(
     "Branching",
     Around,
@@ -167,18 +167,18 @@ else:
 return x""",
     "x, parallel=False",
 )
-# OLMo 2's, of another norm.
+# OLMo 2's layer, with another norm.
 Reordered = layer("Reordered", Around, "residual = x\nx = self.mlp(x)\nx = self.norm(x)\nreturn residual + x")
-# Granite's.
+# Granite's layer.
 Multiplied = layer(
     "Multiplied",
     Decoding,
     "residual = x\nx = self.mlp(self.norm(x))\nreturn residual + x * self.residual_multiplier",
     residual_multiplier=0.22,
 )
-# A Conformer's: half of the MLP's result, and the norm of the sum.
+# A Conformer's layer: half of the MLP's result, and the norm of the sum.
 HalfAndNorm = layer("HalfAndNorm", Around, "x = self.norm(0.5 * self.dropout(self.mlp(x)) + x)\nreturn x")
-# BEiT's: the scale is a parameter of the layer.
+# BEiT's layer: the scale is a parameter of the layer itself.
 OwnScale = layer(
     "OwnScale",
     Around,
@@ -190,13 +190,13 @@ return self.drop_path(x) + residual""",
     scale=lambda: nn.Parameter(torch.randn(32)),
     drop_path=lambda: nn.Dropout(0.2),
 )
-# Cohere's: attention has the normed values too, and the residual is a sum.
+# Cohere's layer: attention also reads the normed values, and the residual is a sum.
 Parallel = layer(
     "Parallel",
     Around,
     "residual = x\nx = self.norm(x)\nattended = x.flip(1)\nvalues = self.mlp(x)\nreturn residual + attended + values",
 )
-# Gemma 4's: what its configuration decides stands between the MLP and its norm.
+# Gemma 4's layer: the configuration decides on an operation between the MLP and its norm.
 Settled = layer(
     "Settled",
     Sandwich,
@@ -214,7 +214,7 @@ return x""",
     doubles=False,
     flips=True,
 )
-# Molmo 2's: the norm is in front of the MLP, or behind it.
+# Molmo 2's layer: the norm is before or after the MLP.
 SettledTwice = layer(
     "SettledTwice",
     Around,
@@ -236,8 +236,8 @@ def turn(self):
 
 SettledTwice.turn = turn
 
-# Conditions that something changes on the way: behind the MLP, by itself or by a method; in a branch, behind which what
-# held in front of it does not hold; behind a block, likewise; and one that values decide.
+# Conditions that change during the forward: after the MLP, directly or by a method; in a branch, after which an earlier
+# condition no longer holds; likewise after a block; and one that depends on values.
 NOT_SETTLED = {
     "stored": """\
 residual = x
@@ -283,7 +283,7 @@ if x.sum() > residual.sum():
 return residual + x""",
 }
 NOT_SETTLED = {name: layer(name, SettledTwice, body) for name, body in NOT_SETTLED.items()}
-# Normed values that are read twice, a residual that is another one by then, half of the result, a sum in place.
+# Normed values that are read twice, a residual that has changed by then, half of the result, a sum in place.
 OTHER_FORMS = [
     "normed = self.norm(x)\nreturn x + self.fc2(self.act(self.fc1(normed))) + normed",
     "residual = x\nx = self.fc2(self.act(self.fc1(x)))\nresidual = residual * 2\nreturn self.norm(residual + x)",

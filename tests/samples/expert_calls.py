@@ -1,4 +1,4 @@
-"""Calls of experts_mlp: operands, an eager loop, and what is asked of a result."""
+"""Calls of experts_mlp: operands, an eager loop, and checks of the results."""
 
 import importlib
 import itertools
@@ -17,7 +17,7 @@ GPT_OSS = {"limit": 7.0, "up_offset": 1.0}
 
 
 def forms():
-    """Every way in which models store the weights of experts."""
+    """Yields every form in which models store the weights of experts."""
     for gated, interleaved, is_transposed, limits in itertools.product(
         (True, False), (False, True), (False, True), ({}, {"limit": 0.5, "up_offset": 1.0})
     ):
@@ -26,7 +26,7 @@ def forms():
 
 
 def drawn(tokens=7, k=3, experts=4, sizes=(40, 24, 33), *, dtype=torch.float32, device="cpu", biases=False, **form):
-    """Random operands, some of whose indices name no expert; the weight of such a choice is NaN."""
+    """Random operands; some indices name no expert, and have NaN as weight."""
     n_in, hidden, out = sizes
     first = hidden * 2 if form.get("gated", True) else hidden
     shapes = {"gate_up_weight": (experts, first, n_in), "down_weight": (experts, out, hidden)}
@@ -58,7 +58,7 @@ def loop(
     limit=None,
     up_offset=0.0,
 ):
-    """Expert by expert, in the dtype of the operands; sums in float32 at least."""
+    """The eager reference: computes expert by expert in the operands' dtype, with sums at least in float32."""
     wide = torch.promote_types(x.dtype, torch.float32)
     slots = x.new_zeros((*top_k_index.shape, down_weight.shape[2 if transposed else 1]), dtype=wide)
     for expert, (first, second) in enumerate(zip(gate_up_weight, down_weight, strict=True)):
@@ -95,7 +95,7 @@ def eager(made, activation, form):
 def conditioning(compute, made):
     floats = {name: value for name, value in made.items() if name not in ("top_k_index", "top_k_weights")}
     wide = made | {"top_k_weights": made["top_k_weights"].double()}
-    return reference.conditioning(lambda moved: compute(wide | moved), floats)  # the operands in their order
+    return reference.conditioning(lambda moved: compute(wide | moved), floats)  # the operands in order
 
 
 def forced(fused_mlp, implementation, dtype):
@@ -137,7 +137,7 @@ grouped = pytest.mark.skipif(
 
 @pytest.fixture(params=gemm_kernels.ARCHITECTURES)
 def architecture(request, fused_mlp):
-    """Each one whose kernels run here, forced."""
+    """Forces each architecture whose kernels run here."""
     if not gemm_kernels.runs_on(request.param, CAPABILITY):
         pytest.skip(f"the kernels of {request.param} do not run on this GPU")
     with gemm_kernels.forced(fused_mlp, request.param):

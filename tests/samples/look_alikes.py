@@ -6,8 +6,8 @@ from torch import nn
 
 from modules import Gated, Intermediate, PackedGated, Plain
 
-# Another function of the same parts. Behind each: what of it may be fused, as the report names it; None if nothing.
-# By name: the class that it is one of, that, and its forward, of x.
+# Other functions of the same parts, each with what the report may name as fused in it, or None.
+# By name: its parent class, the fused part, and its forward, a function of x.
 WRITTEN = {
     "a residual": ("Gated", "gated", "return x + self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"),
     "a scaled parent": ("Gated", None, "return 1.05 * super().forward(x)"),
@@ -49,7 +49,7 @@ WRITTEN = {
     "the activation first": ("Plain", None, "return self.fc2(self.fc1(self.activation_fn(x)))"),
     "one behind": ("Plain", "linear", "return self.activation_fn(self.fc2(self.activation_fn(self.fc1(x))))"),
     "a tuple": ("Plain", "plain", "return self.fc2(self.activation_fn(self.fc1(x))), None"),
-    # Values that are needed once more, or that are not what their names suggest.
+    # Values that are used again, or are not what their names suggest.
     "activated values used twice": ("Plain", "linear", "h = self.activation_fn(self.fc1(x))\nreturn self.fc2(h), h"),
     "the input's name taken": (
         *("Plain", "linear"),
@@ -101,7 +101,7 @@ WRITTEN = {
         "y = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))\nreturn 2 * y if self.training else y",
     ),
 }
-# Those that never hand the output of a projection to their activation, or to one that a name stands for.
+# Forwards that never pass a projection's output to their activation, or to a function known by name.
 NO_MLPS = ("no activation", "the activation first", "a local module")
 
 
@@ -121,7 +121,7 @@ class SwappedPacked(PackedGated):
 
 
 class OrderedByAnAttribute(PackedGated):
-    """As timm's GluMlp: attributes say which dimension is halved, and which half is activated."""
+    """Like timm's GluMlp: attributes select the dimension that is halved, and the half that is activated."""
 
     fused = "packed gated"
     gate_last, chunk_dim = False, -1
@@ -156,7 +156,7 @@ class AddsTheMean(Intermediate):
         return self.intermediate_act_fn(self.dense(hidden_states)) + hidden_states.mean(dim=-1, keepdim=True)
 
 
-# Values that are needed once more, or that are not what their names suggest.
+# Values that are used again, or are not what their names suggest.
 
 
 class HiddenUsedTwice(Plain):
@@ -210,7 +210,7 @@ class WithoutGradients(Plain):
 
 
 class FunctionalDropout(Plain):
-    """Its dropout is no module, and shows in training alone."""
+    """An MLP whose dropout is a function, and so shows only in training."""
 
     fused = "plain"
 
@@ -220,7 +220,7 @@ class FunctionalDropout(Plain):
 
 
 class Configurable(Gated):
-    """Like Gemma 3n's MLP: what an instance computes depends on an attribute, and is whole where that is 0."""
+    """Like Gemma 3n's MLP: the result depends on an attribute, and is that of a plain gated MLP if this is 0."""
 
     fused = "pointwise"
 

@@ -1,4 +1,4 @@
-"""Tiny models with mixtures of experts, of many types of transformers."""
+"""Tiny models with mixtures of experts, for many model types of transformers."""
 
 import torch
 import transformers
@@ -23,7 +23,7 @@ TOP_K = dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", 
 GROUPS = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1}
 MOE = SIZES | EXPERTS | TOP_K | GROUPS
 
-# Attention through a latent vector.
+# Multi-head latent attention.
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 LATENT |= {"num_key_value_heads": 4}
 SPARSE = {"first_k_dense_replace": 1, "mlp_only_layers": []}
@@ -34,7 +34,7 @@ DBRX = {"d_model": 32, "n_heads": 4, "n_layers": 2}
 DBRX |= {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0, "kv_n_heads": 2}}
 DBRX |= {"ffn_config": {"hidden_size": 32, "ffn_hidden_size": 24, "moe_num_experts": 6, "moe_top_k": 2}}
 
-# Options beside MOE, by model type; and how many groups of experts are fused in two layers.
+# Options besides MOE, by model type, and the number of groups of experts that are fused in two layers.
 MODELS = {
     "mixtral": ({}, 2),
     "qwen2_moe": ({"mlp_only_layers": []}, 2),
@@ -82,7 +82,7 @@ MODELS = {
 
 
 def build(model_type, dtype=torch.float32, **options):
-    """A model whose experts show in its outputs; always the same one."""
+    """A model whose experts affect its outputs, with the same weights every time."""
     config = transformers.AutoConfig.for_model(model_type, **MOE | MODELS[model_type][0] | options)
     torch.manual_seed(1)
     known = type(config) in transformers.AutoModelForCausalLM._model_mapping
@@ -95,5 +95,5 @@ def build(model_type, dtype=torch.float32, **options):
 
 
 def groups(model):
-    """The groups of experts of a model, by path."""
+    """A model's groups of experts, by path."""
     return {path: module for path, module in model.named_modules() if type(module).__name__.endswith("Experts")}

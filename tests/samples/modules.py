@@ -1,4 +1,4 @@
-"""Modules of the tests: MLPs as models have them, and projections that a fused forward must not look behind."""
+"""Modules for the tests: MLPs as models have them, and projections that a fused forward must not bypass."""
 
 import functools
 
@@ -56,7 +56,7 @@ class Plain(nn.Module):
 
 
 class OwnBlock(Plain):
-    """An MLP and its block in one method."""
+    """An MLP whose method also contains its block."""
 
     def __init__(self):
         super().__init__()
@@ -85,7 +85,7 @@ class TransposedPlain(nn.Module):
 
 
 class OwnLinears(Plain):
-    """An MLP like Falcon's, whose linear layers are of a class of its own."""
+    """An MLP like Falcon's, with linear layers of a class of its own."""
 
     def __init__(self, bias=False):
         super().__init__()
@@ -93,7 +93,7 @@ class OwnLinears(Plain):
 
 
 class Dropping(Plain):
-    """DETR's MLP, whose dropouts are functions."""
+    """DETR's MLP, which calls dropout as a function."""
 
     def __init__(self):
         super().__init__()
@@ -108,7 +108,7 @@ class Dropping(Plain):
 
 
 class OfFunctions(nn.Module):
-    """LFM2's MLP, whose activation is a function of torch."""
+    """LFM2's MLP, with a torch function as activation."""
 
     def __init__(self):
         super().__init__()
@@ -119,7 +119,7 @@ class OfFunctions(nn.Module):
 
 
 class SpelledOut(OfFunctions):
-    """A gated MLP whose method spells its activation out, with an option."""
+    """A gated MLP that calls a torch function with an option as activation."""
 
     def forward(self, x):
         return self.w2(F.gelu(self.w1(x), approximate="tanh") * self.w3(x))
@@ -138,7 +138,7 @@ class Intermediate(nn.Module):
 
 
 class Output(nn.Module):
-    """The second half of BERT's MLP, and what comes after it."""
+    """The second half of BERT's MLP, with the dropout, residual sum and norm after it."""
 
     def __init__(self, sizes=(88, 32)):
         super().__init__()
@@ -153,7 +153,7 @@ class Output(nn.Module):
 
 
 class Halves(nn.Module):
-    """BERT's layer without its attention: the two halves of an MLP are modules."""
+    """BERT's layer without its attention: the two halves of its MLP are modules."""
 
     def __init__(self, act=nn.GELU, bias=True):
         super().__init__()
@@ -170,7 +170,7 @@ class Halves(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A layer with its MLP written inline, and more arguments than one."""
+    """A layer with its MLP written inline, and several arguments."""
 
     def __init__(self, act=nn.GELU):
         super().__init__()
@@ -215,7 +215,7 @@ PROJECTIONS = {
 
 
 class Lora(nn.Module):
-    """An adapter as peft makes it: the base layer's weight and bias are its attributes too."""
+    """An adapter like peft's: it also exposes the base layer's weight and bias."""
 
     def __init__(self, base):
         super().__init__()
@@ -245,14 +245,14 @@ class Int8Linear(nn.Module):
 
 
 class ScaledLinear(nn.Linear):
-    """A subclass whose forward is not its parent's."""
+    """A subclass whose forward differs from its parent's."""
 
     def forward(self, input):
         return 3 * super().forward(input)
 
 
 class CountingTensor(torch.Tensor):
-    """A tensor that, like a quantised or a sharded one, has a product of its own."""
+    """A tensor with a product of its own, like a quantised or a sharded tensor."""
 
     products = 0
 
@@ -287,7 +287,7 @@ def _parametrized(projection):
 
 
 def _weight_norm(projection):
-    """The old kind, which computes the weight in a pre-hook."""
+    """Applies the old kind, which computes the weight in a pre-hook."""
     projection = nn.utils.weight_norm(projection)
     with torch.no_grad():
         projection.weight_g.mul_(2)
@@ -305,7 +305,7 @@ def _pre_hooked(projection):
 
 
 def _own_forward(projection):
-    """As accelerate offloads: the instance's forward is replaced."""
+    """Replaces the instance's forward, as accelerate does for offloading."""
     original = projection.forward
     projection.forward = lambda x: 2 * original(x)
     return projection
@@ -317,7 +317,7 @@ def _tensor_subclass(projection):
     return projection
 
 
-# Changes that make a projection more than its weight; each changes a plain nn.Linear or takes its place.
+# Changes after which a projection is more than its weight; each changes a plain nn.Linear or replaces it.
 WRAPPERS = {
     "LoRA": _lora,
     "int8": _int8,
@@ -332,7 +332,7 @@ WRAPPERS = {
 
 
 class UpGate(nn.Module):
-    """Halves what it is given."""
+    """Halves its input and gates the first half by the second."""
 
     def forward(self, x):
         x, gate = x.chunk(2, dim=-1)

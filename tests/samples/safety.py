@@ -1,5 +1,4 @@
-"""The parts that the safety tests share: equal modules of which one is fused, in either way, and the comparison of the
-two."""
+"""Shared parts of the safety tests: equal modules, one of them fused in either way, and their comparison."""
 
 import copy
 import functools
@@ -54,7 +53,7 @@ def fuse(fused_mlp, way, model):
 
 
 def pair(fused_mlp, way, model):
-    """The model, and a copy of it that is fused."""
+    """The model, and a fused copy."""
     fused = fuse(fused_mlp, way, copy.deepcopy(model))
     is_here = all(part.device.type == machine.device_type() for part in model.parameters())
     assert states(fused_mlp, fused) == {"fused"} or not is_here
@@ -62,7 +61,7 @@ def pair(fused_mlp, way, model):
 
 
 def warmed(fused_mlp, module, *args, extent=None, pattern=""):
-    """The module, and a copy that is fused and was called: the class of an activation, for one, is learnt then."""
+    """The module, and a fused copy after its first call, which for example learns the activation's class."""
     fused = copy.deepcopy(module)
     entries = fused_mlp.fuse_mlps(fused).fused
     assert any(pattern in entry.pattern and extent in (None, entry.extent) for entry in entries)
@@ -76,7 +75,7 @@ def mlps(model):
 
 
 def states(fused_mlp, model):
-    """The extent to which the MLPs of a model are fused, as explain has it."""
+    """The extents to which a model's MLPs are fused, by explain."""
     return {fused_mlp.explain(module).implementation for module in mlps(model)}
 
 
@@ -85,17 +84,17 @@ def reasons(fused_mlp, model):
 
 
 def llama(device, **options):
-    """A whole model, tiny, with grouped heads and biases in its MLPs, and input ids for it."""
+    """A tiny whole model, with grouped heads and biases in its MLPs, and input ids."""
     config = transformers.LlamaConfig(**GQA | {"mlp_bias": True, "eos_token_id": None} | options)
     model = transformers.LlamaForCausalLM(config)
-    with torch.no_grad():  # a fresh model's MLPs hardly show in its logits
+    with torch.no_grad():  # the MLPs of a new model hardly affect its logits
         for parameter in (parameter for mlp in mlps(model) for parameter in mlp.parameters()):
             parameter.normal_(std=0.2)
     return model.to(device).eval(), torch.randint(3, 64, (2, 9), device=device)
 
 
 def outcome(model, *args, **kwargs):
-    """Output, output without autograd, gradients of the inputs and of all parameters that want one."""
+    """Output, output without autograd, and gradients of the inputs and of all parameters that require them."""
     model.zero_grad()
     args = tuple(arg.detach().clone().requires_grad_() if arg.is_floating_point() else arg for arg in args)
     output = _tensor(model(*args, **kwargs))
@@ -109,12 +108,12 @@ def outcome(model, *args, **kwargs):
 
 
 def assert_same(model, fused, *args, tolerance=1e-4, **kwargs):
-    """Both have the same outcome; the state of the random numbers is the same for both."""
+    """Both have the same outcome, with the same random numbers."""
     assert_close(*alike(lambda each: outcome(each, *args, **kwargs), fused, model), tolerance)
 
 
 def assert_close(got, expected, tolerance=1e-4):
-    """Alike in structure, kind and shape, and everywhere in value as compared with the largest value of a tensor."""
+    """Structures, types and shapes agree, and all errors are small relative to a tensor's largest value."""
     if isinstance(expected, torch.Tensor):
         assert (type(got), got.shape, got.dtype) == (type(expected), expected.shape, expected.dtype)
         if expected.numel():
@@ -132,7 +131,7 @@ def assert_close(got, expected, tolerance=1e-4):
 
 
 def count_calls(monkeypatch, kind, name, called):
-    """Wraps a method, or a property, of a class: each call is told in a list."""
+    """Wraps a class's method or property so that each call appends to a list."""
     original = getattr(kind, name)
     if isinstance(original, property):
         around = property(lambda self: (called.append(1), original.fget(self))[1])
@@ -142,7 +141,7 @@ def count_calls(monkeypatch, kind, name, called):
 
 
 def alike(function, *modules):
-    """The results of a function that changes modules, the same random numbers for each."""
+    """The results of a function for each module, with the same random numbers."""
     results = []
     for module in modules:
         torch.manual_seed(1)
@@ -159,7 +158,7 @@ def x_of(device, *shape):
 
 
 class Blocks(nn.Module):
-    """Two MLPs of a kind, one after the other, with a residual and a norm."""
+    """Two MLPs of a kind in sequence, each with a residual and a norm."""
 
     def __init__(self, kind=Gated):
         super().__init__()
@@ -173,7 +172,7 @@ class Blocks(nn.Module):
 
 
 def run_with_gradients(model, inputs, autocast=None):
-    """The first output and the gradients of all parameters, the state of the random numbers before them the same."""
+    """The first output and the gradients of all parameters, with fixed random numbers."""
     torch.manual_seed(2)
     model.zero_grad()
     device = next(model.parameters()).device.type

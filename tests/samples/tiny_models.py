@@ -1,4 +1,4 @@
-"""Tiny models of transformers, their inputs, and what comes out of them."""
+"""Tiny models of transformers, their inputs, and their outcomes."""
 
 import torch
 import transformers
@@ -19,7 +19,7 @@ T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 88, "num_layers": 2, "
 IMAGES = {name: LLM[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
 IMAGES |= {"image_size": 16, "patch_size": 8}
 
-# Model, configuration, and what is fused: the class of its MLPs, their number, the pattern.
+# Model, configuration, and the expected fusion: the class of its MLPs, their number, the pattern.
 MODELS = {
     "Gemma": ("GemmaForCausalLM", "GemmaConfig", GQA | HEAD, ("GemmaMLP", 2, "gated")),
     "Gemma2": ("Gemma2ForCausalLM", "Gemma2Config", GQA | HEAD, ("Gemma2MLP", 2, "gated")),
@@ -83,7 +83,7 @@ def outcome(model, inputs):
 
 
 class First(torch.nn.Module):
-    """A model of transformers that returns a tensor, the first of its results."""
+    """A model of transformers that returns only the first of its results, a tensor."""
 
     def __init__(self, model):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Classes of modules whose forward is a text, which is read as that of a file is."""
+"""Classes of modules whose forward is given as text, which can be read like a file's source."""
 
 import itertools
 import linecache
@@ -9,7 +9,7 @@ _number = itertools.count()
 
 
 def with_forward(parent: type, body: str, arguments: str = "x", name: str = "Written") -> type:
-    """A subclass; its forward sees the names of the module that asks."""
+    """A subclass whose forward has this body and sees the names of the calling module."""
     file = f"<written {next(_number)}>"
     source = f"def forward(self, {arguments}):\n{textwrap.indent(body, '    ')}\n"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)

@@ -1,4 +1,4 @@
-"""Clean checkouts of this tree in other folders, built for the CPU there: releases to publish and to compare."""
+"""Clean checkouts of this tree in other folders, built for the CPU: releases to publish and to compare."""
 
 import shutil
 import subprocess
@@ -10,7 +10,7 @@ from builder import plan, toolchain
 
 
 def make(folder: Path) -> Path:
-    """The tree as it stands, uncommitted changes and all, as the one commit of a repository of its own."""
+    """Copies the tree, including uncommitted changes, as the only commit of a new repository."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     listed = subprocess.run(command, cwd=project.ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
     for name in listed:
@@ -45,7 +45,7 @@ def publisher(address: str, identity: str) -> dict[str, str]:
 
 
 def build(folder: Path, backend: str = "cpu") -> Path:
-    """Compiles what differs from this tree, whose objects are copied."""
+    """Compiles only the differences from this tree, whose objects are copied."""
     cache = Path("build/.cache", plan.variant(backend, toolchain.nvcc() if backend == "cuda" else None).label)
     if (project.ROOT / cache).is_dir() and not (folder / cache).exists():
         shutil.copytree(project.ROOT / cache, folder / cache)

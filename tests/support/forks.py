@@ -1,7 +1,7 @@
 """Programs in processes of their own that need not import torch first: they are forked from one that has.
 
-To import torch, its compiler, and what transformers imports takes up to 7 s of a core in each program that loads a
-model. All else is the program's own: environment, folder, modules, output.
+In each program that loads a model, importing torch, its compiler and the imports of transformers takes up to 7 s of a
+core. All else is the program's own: environment, folder, modules, output.
 """
 
 import multiprocessing
@@ -32,8 +32,8 @@ def run(
 ) -> subprocess.CompletedProcess:
     """Runs code, or the script at a path, and returns its exit status and output.
 
-    env: the whole environment, by default that of this process. torch has read its own variables before.
-    before: code to run first, as a sitecustomize is.
+    env: the whole environment, by default that of this process. torch has read its own variables before it is set.
+    before: code to run first, like a sitecustomize.
     """
     env = dict(os.environ if env is None else env)
     with tempfile.TemporaryDirectory() as folder:
@@ -48,7 +48,7 @@ def run(
 
 
 def _is_of_pytest(path: Path) -> bool:
-    """True for the folders of the tests and their tools, which pytest.ini puts there."""
+    """True for the folders of the tests and their tools, which pytest.ini adds to the path."""
     return path == ROOT / "tools" or path.is_relative_to(ROOT / "tests")
 
 

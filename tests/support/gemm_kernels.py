@@ -1,4 +1,4 @@
-"""The fused GEMMs of a CUDA build, by the names of their kernels; and how tests force them."""
+"""The fused GEMMs of a CUDA build, by the names of their kernels, and functions that force them."""
 
 import contextlib
 import ctypes
@@ -19,7 +19,7 @@ CAPABILITIES = {"sm90": {(9, 0)}, "sm80": {(8, 0), (8, 6), (8, 7), (8, 9), (9, 0
 
 
 def named(names: Iterable[str], architecture: str = "sm90") -> set[tuple[str, ...]]:
-    """Main loop and template arguments of an architecture's GEMMs among kernel names, as a demangler writes them."""
+    """Main loop and template arguments of an architecture's GEMMs among demangled kernel names."""
     found = set()
     pattern = rf"{architecture}::(tiled|streamed)_gemm_kernel<.*?Gemm<(__nv_bfloat16|__half), ([^>]*)>"
     for name in names:
@@ -34,7 +34,7 @@ def _argument(text: str) -> str:
 
 
 def built(extension: Path, architecture: str = "sm90") -> set[tuple[str, ...]]:
-    """Those in a compiled extension."""
+    """The GEMMs in a compiled extension."""
     pattern = rf"_ZN9fused_mlp4{architecture}\d+\w+_gemm_kernel\w+"
     symbols = b"\n".join(set(re.findall(pattern.encode(), extension.read_bytes())))
     demangled = subprocess.run(["c++filt"], input=symbols, capture_output=True, check=True).stdout.decode()
@@ -51,7 +51,7 @@ def entries(architecture: str = "sm90") -> list[tuple[str, ...]]:
 
 
 def listed(architecture: str = "sm90") -> set[tuple[str, ...]]:
-    """Those of the list, by dtype."""
+    """The GEMMs of the list, for each dtype."""
     return {(loop, dtype, *arguments) for loop, *arguments in entries(architecture) for dtype in DTYPES}
 
 
@@ -75,7 +75,7 @@ def any_forced() -> bool:
 
 @contextlib.contextmanager
 def forced(fused_mlp, architecture: str, kernel: int = -1) -> Iterator[None]:
-    """Within this, an architecture's GEMMs compute all that they can: cuda/gemm/choice/choice.cpp."""
+    """Forces an architecture's GEMMs, or one of them, for all that they can compute: cuda/gemm/choice/choice.cpp."""
     force = library(fused_mlp).fused_mlp_force_gemms
     count = force(architecture.encode(), kernel)
     assert count == len(entries(architecture)), f"{architecture} has {count} kernels, or no kernel {kernel}"
@@ -85,7 +85,7 @@ def forced(fused_mlp, architecture: str, kernel: int = -1) -> Iterator[None]:
 
 @contextlib.contextmanager
 def chosen(fused_mlp) -> Iterator[None]:
-    """Within this, nothing is forced."""
+    """Suspends forcing."""
     force = library(fused_mlp).fused_mlp_force_gemms
     force(None, -1)
     with _while_forced(force, (None, -1)):

@@ -1,4 +1,4 @@
-"""Tensors laid out in memory in every way, and a product of them held to eager's values and strides."""
+"""Tensors in all memory layouts, and a check of their product against eager's values and strides."""
 
 import random
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 from reference import ACTIVATIONS, FORMULAS
 
-# The value between the elements of a tensor: large, so that it shows where it is read; not NaN, since PyTorch's own
-# products multiply some of it with zeros.
+# The value between a tensor's elements: large, so that a read of it shows; not NaN, since PyTorch's own products
+# multiply some gaps by zeros.
 GAP = 1e4
 
 
@@ -17,7 +17,7 @@ def transposed(tensor: Tensor) -> Tensor:
 
 
 def chunk(tensor: Tensor, gap: float = GAP) -> Tensor:
-    """The same values as a chunk of a wider tensor, as a packed projection gives them."""
+    """The same values as a chunk of a wider tensor, as packed projections return."""
     return torch.cat([torch.full_like(tensor, gap), tensor], dim=-1).chunk(2, dim=-1)[1]
 
 
@@ -26,7 +26,7 @@ def every_other_column(tensor: Tensor, gap: float = GAP) -> Tensor:
 
 
 def misaligned(tensor: Tensor, gap: float = GAP) -> Tensor:
-    """One element behind the start of its memory."""
+    """The same values, one element after the start of their memory."""
     return torch.cat([tensor.new_full((1,), gap), tensor.flatten()])[1:].view(tensor.shape)
 
 
@@ -36,9 +36,9 @@ def drawn_shape(draw: random.Random, dims: int | None = None) -> tuple[int, ...]
 
 
 def drawn(draw: random.Random, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A tensor of random values: dense in some order of its dimensions, with gaps, expanded, or in channels_last.
+    """A random tensor: dense in some order of its dimensions, with gaps, expanded, or in channels_last.
 
-    In any of these the strides of dimensions of size 1 may be anything.
+    Strides of dimensions of size 1 may be arbitrary in all of these.
     """
     dims = range(len(shape))
     kind = draw.choice(["dense", "dense", "gaps", "expanded", "channels last"])
@@ -56,10 +56,10 @@ def drawn(draw: random.Random, shape: tuple[int, ...], device: torch.device, dty
 
 
 def check_product(fused_mlp, implementation, draw: random.Random, device: torch.device, dtype: torch.dtype) -> None:
-    """A product of operands drawn at random, and its gradients: eager's values, and eager's strides."""
+    """The product of randomly drawn operands, and its gradients, have eager's values and strides."""
     shape, activation = drawn_shape(draw, draw.choice([None, 4])), draw.choice(ACTIVATIONS)
     gate, up, grad = (drawn(draw, shape, device, dtype) for _ in range(3))
-    if draw.random() < 0.4:  # usually all have one layout
+    if draw.random() < 0.4:  # operands usually share one layout
         up, grad = (torch.randn_like(gate) if draw.random() < 0.7 else each for each in (up, grad))
 
     def results(call):

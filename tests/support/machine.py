@@ -1,4 +1,4 @@
-"""Which build is tested, and on which device of this machine."""
+"""The build under test, and its device on this machine."""
 
 import os
 import re
@@ -13,7 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def build_folder() -> Path:
-    """The folder of the variants, or of the one to load."""
+    """The folder of the variants, or of the one variant to load."""
     overrides = dict(entry.split("=", 1) for entry in os.environ["LOCAL_KERNELS"].split(":"))
     return Path(overrides[project.repo_id()])
 
@@ -28,12 +28,12 @@ def device_type() -> str:
 
 
 def implementations() -> list[str]:
-    """The backends that backend() can force here, beside "torch", with which these are compared."""
+    """The backends that backend() can force here, besides "torch", which they are compared with."""
     return ["cuda", "triton"] if device_type() == "cuda" else ["cpu"]
 
 
 def takes(implementation: str, dtype: torch.dtype) -> bool:
-    """True if the implementation has kernels for the dtype; where it has none, a call is PyTorch's."""
+    """True if the implementation has kernels for the dtype; otherwise PyTorch computes a call."""
     return implementation != "cpu" or dtype in (torch.float32, torch.bfloat16)
 
 
@@ -45,6 +45,6 @@ def cpu_flags() -> set[str]:
 
 
 def has_tiles() -> bool:
-    """True if the kernels of this run multiply bfloat16 on AMX's tiles."""
+    """True if this run's kernels multiply bfloat16 on AMX tiles."""
     of_cpu = device_type() == "cpu" and {"amx_tile", "amx_bf16"} <= cpu_flags()
     return of_cpu and os.environ.get("FUSED_MLP_CPU_ISA", "amx") == "amx"

@@ -1,5 +1,6 @@
-"""The references that the kernel is held to: float64 formulas of the tests' own, and the eager PyTorch sequence that it
-replaces."""
+"""The references for the kernel's results: float64 formulas of the tests' own, and the eager PyTorch sequence that the
+kernel replaces.
+"""
 
 import functools
 import math
@@ -73,7 +74,7 @@ FORMULAS = {
 ACTIVATIONS = tuple(name for name in FORMULAS if name is not None)
 
 
-# The functions of the package for any `act`; they run in the dtype of their operands.
+# The package's functions for any `act`; they compute in the dtype of their operands.
 
 
 def act_and_mul(act, gate, up):
@@ -96,8 +97,8 @@ def mlp(act, x, fc1_weight, fc2_weight, fc1_bias=None, fc2_bias=None):
     return F.linear(linear(act, x, fc1_weight, fc1_bias), fc2_weight, fc2_bias)
 
 
-# The roundings in which two right sums differ: PyTorch itself has several products, which add in different orders, and
-# chooses one by the shape and the strides.
+# The number of roundings by which two right sums differ: PyTorch has several products, which add in different orders,
+# and chooses one by shape and strides.
 ROUNDINGS = {"act_and_mul": 1, "linear": 8, "gated_linear": 8, "gated_mlp": 8, "mlp": 8}
 
 FUNCTIONS = {function.__name__: function for function in (act_and_mul, linear, gated_linear, gated_mlp, mlp)}
@@ -156,7 +157,7 @@ def errors(result: Tensor, reference: Tensor) -> tuple[float, float]:
 
 
 def _effective_number(reference: Tensor) -> float:
-    """Different elements that make up the norm: all of them if they are alike in size, few if few are large."""
+    """The effective number of elements in the norm: all distinct ones if of similar size, few if few are large."""
     squares = reference.detach().unique().square()
     return max(1.0, float(squares.sum().square() / squares.square().sum()))
 
@@ -164,9 +165,9 @@ def _effective_number(reference: Tensor) -> float:
 def conditioning(compute: Callable[[dict[str, Tensor]], Sequence[Tensor]], operands: dict[str, Tensor]):
     """The factor by which the relative error of the result of an index exceeds that of the operands, in norms.
 
-    Where terms cancel, a rounding of each is many roundings of their sum. The operands are moved up or down by chance,
-    and equal elements of an expanded one together; the largest of several draws counts. That takes float64 results of
-    every draw, so it is left until somebody asks.
+    If terms cancel, a rounding of each amounts to many roundings of their sum. Each draw moves the operands up or down
+    at random, equal elements of an expanded one together; the largest factor of several draws counts. Every draw takes
+    float64 results, so this is computed only when called.
     """
     step = 2.0**-24
 
@@ -190,7 +191,7 @@ def _signs(operand: Tensor) -> Tensor:
 
 
 def strides(tensor: Tensor) -> list[int]:
-    """Those that mean something: a dimension of size 1 has no step."""
+    """The strides that matter: a dimension of size 1 has no step."""
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
 
 
@@ -204,15 +205,14 @@ def assert_no_worse_than_eager(
     chance: float = 3.0,
     conditioning: Callable[[], float] | None = None,
 ) -> None:
-    """The contract on accuracy: the error against float64 is at most eager's own.
+    """The contract on accuracy: the error against float64 is at most eager's own, with a tolerance.
 
-    Two right ways to compute the same do not round alike, so this much more is let pass: an independent error of so
-    many `roundings` of float32, in which everything is computed, and what `chance` does to n roundings to `dtype` (the
-    result's, or a coarser one on the way to it), n being the number of elements that make up the norm; both as much
-    larger as the `conditioning` of the result makes them, which is at least 1 and asked for where 1 is not enough. The
-    largest error of thousands is one rounding's luck, and strays much further than their norm does: it may be twice
-    eager's, and one unit in the last place of the largest element more. An element that is wrong is further off than
-    that.
+    Two right ways to compute the same round differently. The tolerance adds an independent error of `roundings`
+    roundings of float32, in which everything is computed, and `chance` times the random error of n roundings to `dtype`
+    (the result's, or a coarser one on the way to it); n is the number of elements that make up the norm. Both grow with
+    the `conditioning` of the result, which is at least 1 and computed only if 1 is not enough. The largest error of
+    thousands depends on a single rounding and varies much more than the norm: it may be twice eager's plus one unit in
+    the last place of the largest element. Wrong elements are further off than that.
     """
     assert result.shape == reference.shape, f"{what}: shape {tuple(result.shape)}, expected {tuple(reference.shape)}"
     assert result.dtype == eager.dtype, f"{what}: {result.dtype}, expected {eager.dtype}"
@@ -228,7 +228,7 @@ def assert_no_worse_than_eager(
     def within(factor: float) -> bool:
         allowed_norm = math.hypot(eager_norm, factor * by_order) + factor * by_chance
         allowed_maximum = 2 * math.hypot(eager_maximum, 3 * factor * by_order) + factor * by_chance + rounding
-        return norm <= allowed_norm and maximum <= allowed_maximum  # neither holds for a NaN
+        return norm <= allowed_norm and maximum <= allowed_maximum  # both are false for a NaN
 
     assert within(1.0) or (conditioning is not None and within(conditioning())), (
         f"{what}: norm of the error {norm:.3e}, eager's {eager_norm:.3e}; "
@@ -238,7 +238,7 @@ def assert_no_worse_than_eager(
 
 @contextmanager
 def poisoned_memory(device: torch.device) -> Iterator[None]:
-    """Memory allocated meanwhile holds NaNs until it is written to, as PyTorch does it for deterministic code."""
+    """Newly allocated memory holds NaNs until it is written to, by PyTorch's mode for deterministic code."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         assert torch.empty(8, device=device).isnan().all()

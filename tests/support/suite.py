@@ -1,4 +1,4 @@
-"""Loads the kernel as a user does, from the local build, and says on which device the tests run."""
+"""Loads the kernel as a user does, from the local build, and reports the device that the tests run on."""
 
 import contextlib
 import gc
@@ -9,7 +9,7 @@ import random
 import sys
 import zlib
 
-# Processes that run tests side by side share the cores, as do those that they start. torch reads this when it loads.
+# Test processes that run in parallel share the cores, as do their child processes. torch reads this when it loads.
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))))
@@ -23,7 +23,7 @@ import project
 from builder import plan, toolchain
 
 # The seed of all random inputs: a new one in every run, unless FUSED_MLP_TEST_SEED repeats an old one.
-SEED = int(os.environ.setdefault("FUSED_MLP_TEST_SEED", str(random.randrange(2**32))))  # processes beside inherit it
+SEED = int(os.environ.setdefault("FUSED_MLP_TEST_SEED", str(random.randrange(2**32))))  # parallel processes inherit it
 
 
 def pytest_report_header() -> list[str]:
@@ -35,8 +35,8 @@ def pytest_report_header() -> list[str]:
     ]
 
 
-# The files that take longest, most of them for the processes that they start. Who runs files side by side begins with
-# these: the last to end would else be waited for, with nothing left to do beside it.
+# The files that take longest, most of them because they start processes. Parallel runs begin with these, so that none
+# is left running alone at the end.
 LONGEST = ("recipes", "hub", "hub_ways", "package", "triton", "coverage", "release", "compile", "cuda_binary", "build")
 
 
@@ -48,8 +48,7 @@ def pytest_collection_modifyitems(items) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Modules that are imported by now stay: without this, the garbage collector looks at all of them again every few
-    tests."""
+    """Freezes all modules imported so far; otherwise the garbage collector scans them again every few tests."""
     gc.collect()
     gc.freeze()
 
@@ -63,8 +62,8 @@ def pytest_generate_tests(metafunc) -> None:
 def fused_mlp():
     """The kernel under test; with FUSED_MLP_TEST_GEMMS=sm80 in the environment, with the GEMMs of that architecture.
 
-    Torch's functions compute what is small and trained, and on a CPU small products. Here all are small, and the op is
-    what is meant.
+    Normally torch computes small trained calls, and on a CPU small products. All calls in tests are small and meant for
+    the ops, so the thresholds are removed.
     """
     from kernels import get_kernel  # reads the environment that `machine` sets when it is imported
 
@@ -83,7 +82,7 @@ def fused_mlp():
 
 @pytest.fixture(scope="session")
 def cuda_variant() -> plan.Variant:
-    """The CUDA variant of these sources, which lies in build/ where there is a GPU, or where it was asked for."""
+    """The CUDA variant of these sources, which is in build/ if there is a GPU or if it was requested."""
     nvcc = toolchain.nvcc()
     if nvcc is None:
         pytest.skip("no nvcc: there is no CUDA build")
@@ -96,7 +95,7 @@ def cuda_variant() -> plan.Variant:
 
 @pytest.fixture
 def tell_ops(fused_mlp, monkeypatch):
-    """A function that makes every op call tell(name, operands) first: those of the short way, or of another table."""
+    """A function that makes every op call tell(name, operands) first: direct calls' ops, or those of another table."""
     shortcut = importlib.import_module(f"{fused_mlp.__name__}.models.running.shortcut")
 
     def spy(tell, ops=shortcut._ops):
@@ -108,14 +107,14 @@ def tell_ops(fused_mlp, monkeypatch):
 
 @pytest.fixture
 def dispatched():
-    """Runs a profiler, under which the short way calls ops through torch's dispatcher."""
+    """Runs a profiler, under which direct calls go through torch's dispatcher."""
     with torch.autograd.profiler.profile():
         yield
 
 
 @pytest.fixture
 def called_ops(tell_ops, dispatched):
-    """The names of the ops that the short way calls."""
+    """The names of the ops that direct calls dispatch."""
     names = []
     tell_ops(lambda name, _: names.append(name))
     return names
@@ -123,7 +122,7 @@ def called_ops(tell_ops, dispatched):
 
 @pytest.fixture
 def blocks(tell_ops, dispatched):
-    """The calls of a block's op: the factor, the norm of the input, the other norm, and whether that is of the sum."""
+    """Records a block op's calls: the factor, the norm of the input, the other norm, and whether it is of the sum."""
     taken = []
 
     def tell(name, given):
@@ -141,5 +140,5 @@ def device() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def fresh_inputs(request) -> None:
-    """Every test has random inputs of its own, whichever other tests run."""
+    """Seeds each test's random inputs by its name, whichever other tests run."""
     torch.manual_seed(SEED + zlib.crc32(request.node.nodeid.encode()))

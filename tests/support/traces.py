@@ -10,7 +10,7 @@ import timeline
 
 
 class Planted:
-    """The events of forwards that follow each other, each put together from ops and launches at given times."""
+    """The events of consecutive forwards, each put together from ops and launches at given times."""
 
     def __init__(self):
         self.events = []

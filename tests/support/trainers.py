@@ -7,7 +7,7 @@ import machine
 
 
 def losses_of(model, ids, folder, callbacks=(), **options):
-    """The losses of its steps, on rows of ids that are their own labels."""
+    """The losses of all training steps on rows of ids that are their own labels."""
     given = transformers.TrainingArguments(
         output_dir=str(folder),
         learning_rate=1e-2,

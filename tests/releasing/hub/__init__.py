@@ -1,4 +1,4 @@
-"""A Hub on loopback: what the clients ask of the Hub for kernel repositories, served from git repositories.
+"""A Hub on loopback: the clients' requests for kernel repositories, served from git repositories.
 
 It stands in for the Hub where a test needs one; with `HF_ENDPOINT=hub.url`, the real clients talk to it.
 """

@@ -1,11 +1,13 @@
-"""Serves the repositories in FOLDER until it is ended, its address first: `python tests/releasing/hub FOLDER`."""
+"""Serves the repositories in FOLDER until stdin ends, and prints its address first: `python tests/releasing/hub
+FOLDER`.
+"""
 
 import argparse
 import secrets
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # run by its path, the folder is no package
+sys.path.insert(0, str(Path(__file__).parent.parent))  # run by its path, the folder is not a package
 
 from hub import Hub
 
@@ -18,4 +20,4 @@ arguments = parser.parse_args()
 with Hub(arguments.folder, secrets.token_hex(), trusted=arguments.trusted, identity=arguments.identity) as hub:
     hub.repository(arguments.repository)
     print(hub.url, flush=True)
-    sys.stdin.read()  # until who started this closes it, or ends
+    sys.stdin.read()  # until the parent process closes it or ends

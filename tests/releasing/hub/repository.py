@@ -1,4 +1,4 @@
-"""A repository of the Hub: git for the history, and beside it the big files, to which git holds pointers (LFS)."""
+"""A repository of the Hub: git for the history, and a folder of big files, to which git holds pointers (LFS)."""
 
 import hashlib
 import os
@@ -11,11 +11,11 @@ from functools import cache
 from pathlib import Path
 
 POINTER_BYTES = 200  # no pointer is longer
-ABSENT = "0" * 40  # git's word for an object that is not there
+ABSENT = "0" * 40  # git's name for a missing object
 
 
 def pointer(oid: str, size: int | str) -> bytes:
-    """The pointer that git holds of a big file: its SHA-256 and its size."""
+    """The pointer that git holds for a big file: its SHA-256 and its size."""
     return f"version https://git-lfs.github.com/spec/v1\noid sha256:{oid}\nsize {size}\n".encode()
 
 
@@ -28,7 +28,7 @@ class Entry:
     path: str
     id: str  # git's
     size: int
-    lfs: str | None = None  # the SHA-256 of a big file
+    lfs: str | None = None  # a big file's SHA-256
 
     @property
     def etag(self) -> str:
@@ -36,8 +36,9 @@ class Entry:
 
 
 class Repository:
-    """Nobody else writes to it while it is open. What a commit holds never changes, so that git is asked for it once: a
-    client asks for a hundred files, one by one, and a process for each would take most of the time of the tests."""
+    """A repository that nobody else writes to while it is open. Commits never change, so git is read once for each: a
+    client requests a hundred files one by one, and a process for each would take most of the tests' time.
+    """
 
     def __init__(self, folder: Path):
         self.git_dir = folder / "git"
@@ -73,7 +74,7 @@ class Repository:
         return (self.lfs / entry.lfs).read_bytes() if entry.lfs else self._blob(entry.id)
 
     def upload(self, oid: str, content: bytes) -> bool:
-        """Keeps a big file; False if its SHA-256 is not the one it was announced with."""
+        """Stores a big file; returns False if its SHA-256 is not the announced one."""
         if hashlib.sha256(content).hexdigest() != oid:
             return False
         (self.lfs / oid).write_bytes(content)
@@ -112,7 +113,7 @@ class Repository:
         place.write_bytes(zlib.compress(whole))
         return id
 
-    @cache  # noqa: B019 - all of this is small, and lasts as long as a test does
+    @cache  # noqa: B019 - small, and lives as long as a test
     def _type(self, id: str) -> str | None:
         command = ["git", f"--git-dir={self.git_dir}", "cat-file", "-t", id]
         result = subprocess.run(command, capture_output=True, text=True)

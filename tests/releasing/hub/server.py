@@ -13,14 +13,14 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from .repository import Entry, Repository, pointer
 
-TEXT = (".py", ".md", ".json", ".toml")  # all else is a big file
+TEXT = (".py", ".md", ".json", ".toml")  # all other files are big files
 
 
 class Hub:
     """Serves on a free port of 127.0.0.1 while it is entered.
 
-    token: who has it may write to the repositories there are. It may not create one, as if it were for one alone.
-    identity: who proves to be this one gets the token, as a workflow does that publishes to a repository.
+    token: its holder may write to existing repositories, but not create any, like a token for one repository.
+    identity: a client that presents it gets the token, as a publishing workflow does.
     trusted: the organisations that are trusted publishers of kernels; a test may change them.
     requests: the method and path of every request so far.
     """
@@ -51,21 +51,21 @@ class Hub:
     def exists(self, repo_id: str) -> bool:
         return (self.folder / repo_id).exists()
 
-    @cache  # noqa: B019 - there are few, and they live as long
+    @cache  # noqa: B019 - few, and they live as long
     def repository(self, repo_id: str) -> Repository:
-        """The repository of this name, made if there is none."""
+        """The repository of this name, created if it does not exist."""
         return Repository(self.folder / repo_id)
 
 
 class Refused(Exception):
-    """An answer that is an error. The clients know some by their code, and show the message."""
+    """An error response. The clients know some by their code, and show the message."""
 
     def __init__(self, status: int, message: str, code: str = ""):
         super().__init__(message)
         self.status, self.code = status, code
 
 
-# The interface: a method and a pattern of the path, whose parts are quoted, so that a slash parts them; what serves it.
+# The interface: method, pattern of the path and handler. Path parts are quoted, so slashes only separate them.
 ROUTES: list[tuple[str, re.Pattern, str]] = []
 REPO = r"(?P<repo>[^/]+/[^/]+)"
 
@@ -247,7 +247,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, *arguments) -> None:
-        """Hub.requests is the log."""
+        """Logs nothing: Hub.requests is the log."""
 
 
 def describe(entry: Entry) -> dict:
