@@ -15,6 +15,7 @@ import types
 from pathlib import Path
 
 import torch
+from accelerate import hooks
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
@@ -40,6 +41,18 @@ def bound(part):
 def partial(part):
     """Replaces a forward as accelerate does."""
     part.forward = functools.partial(lambda old, *given, **named: doubled(old(*given, **named)), part.forward)
+
+
+def on_devices(part):
+    """Hooks a part and all inside it as a device map does."""
+    device = next((each.device for each in part.parameters()), None)
+    for each in part.modules():
+        hooks.add_hook_to_module(each, hooks.AlignDevicesHook(device))
+
+
+def on_devices_and_doubled(part):
+    on_devices(part)
+    part._hf_hook.post_forward = lambda module, found: doubled(found)
 
 
 def wrapped(part):
@@ -104,6 +117,8 @@ CHANGES = {
     "method": bound,
     "partial": partial,
     "wrapper": wrapped,
+    "device map": on_devices,
+    "hook of a device map": on_devices_and_doubled,
     "hook": hooked,
     "hook before": hooked_before,
     "forward of a subclass": of_a_subclass("forward"),
@@ -148,8 +163,14 @@ def check(fused_mlp, seed: int, device: torch.device) -> None:
     draw = random.Random(seed)
     torch.manual_seed(seed)
     name, model, given = built(draw, device)
+    spread = draw.choice((None, None, "before", "after"))
+    if spread == "before":
+        on_devices(model)
     fused = copy.deepcopy(model)
     fused_mlp.fuse_mlps(fused)
+    if spread == "after":
+        on_devices(model)
+        on_devices(fused)
     records = draw.random() < 0.5
     for _ in range(draw.choice((0, 1, 3))):
         result(fused, given, records)
@@ -163,7 +184,7 @@ def check(fused_mlp, seed: int, device: torch.device) -> None:
         wanted = result(model, given, records)
         for call in range(CALLS):
             found = result(fused, given, records)
-            where = f"{name} with {done}, call {call}"
+            where = f"{name}, hooked {spread}, with {done}, call {call}"
             if not isinstance(wanted, torch.Tensor):
                 assert found is wanted, f"{where}: {found}, unfused {wanted}"
             elif wanted.isfinite().all():

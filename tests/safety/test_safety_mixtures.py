@@ -57,7 +57,7 @@ def test_offloaded(fused_mlp, device, when):
         fused = accelerate.cpu_offload(copy.deepcopy(model), execution_device=device)
         report = fused_mlp.fuse_mlps(fused)
         (entry,) = {(entry.fused, entry.reason) for entry in report.modules if entry.class_name == "MixtralExperts"}
-        assert entry == (False, "its forward is overridden on the instance (from accelerate.hooks)")
+        assert entry == (True, "")
     else:
         fused = accelerate.cpu_offload(fused, execution_device=device)
     assert_same(fused, model, ids)

@@ -1,4 +1,4 @@
-"""accelerate's hooks, which load weights for each call, attached before and after fusing."""
+"""accelerate's hooks, which load weights or move arguments for each call, attached before and after fusing."""
 
 import copy
 import functools
@@ -52,6 +52,116 @@ def test_offloaded(fused_mlp, device, tmp_path, way, when, place):
         fused = place(fused, device, tmp_path)
         if when == "before":
             fuse(fused_mlp, way, fused)
+        for _ in range(2):
+            torch.testing.assert_close(fused(ids).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def spread(model, device):
+    """The hooks of a device map like that of `device_map="auto"` over several GPUs: weights stay where they are."""
+    names = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head")
+    return accelerate.dispatch_model(model, dict.fromkeys(names, device), main_device=device, force_hooks=True)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_spread_over_devices(fused_mlp, device, called_ops, when):
+    """Hooks that only move arguments are skipped inside fused calls, with the same ops and bits as without hooks."""
+    model, ids = llama(device)
+    model, fused = pair(fused_mlp, "fuse_mlps", model)
+    spread_model = spread(copy.deepcopy(model), device) if when == "before" else copy.deepcopy(model)
+    report = fused_mlp.fuse_mlps(spread_model)
+    spread_model = spread(spread_model, device) if when == "after" else spread_model
+    with torch.no_grad():
+        spread_model(ids)  # compiled code learns the hooks
+        ops = []
+        for each in (fused, spread_model):
+            called_ops.clear()
+            ops.append((each(ids).logits, [*called_ops]))
+    assert ops[0][1] == ops[1][1] and "residual_gated_mlp" in ops[1][1]
+    assert torch.equal(ops[0][0], ops[1][0])
+    assert states(fused_mlp, spread_model) == {"fused"}
+    for each in (copy.deepcopy(spread_model), spread_model):
+        assert_same(model, each, ids)
+    report.restore()
+    assert states(fused_mlp, spread_model) == {"original"}
+    assert_same(model, spread_model, ids)
+    remove_hook_from_module(spread_model, recurse=True)
+    assert_same(model, spread_model, ids)
+    assert not any("fused" in repr(value) for module in spread_model.modules() for value in vars(module).values())
+
+
+class Doubling(AlignDevicesHook):
+    def post_forward(self, module, output):
+        return 2 * super().post_forward(module, output)
+
+
+def doubled(function):
+    """A function whose floating-point results are doubled."""
+
+    def twice(found):
+        return 2 * found if isinstance(found, torch.Tensor) and found.is_floating_point() else found
+
+    def call(*given, **named):
+        found = function(*given, **named)
+        return tuple(map(twice, found)) if type(found) is tuple else twice(found)
+
+    return call
+
+
+def by_a_subclass(layer, monkeypatch):
+    add_hook_to_module(layer, Doubling(layer.weight.device))
+
+
+def by_another_hook(layer, monkeypatch):
+    add_hook_to_module(layer, Doubling(layer.weight.device), append=True)
+
+
+def by_its_own_method(layer, monkeypatch):
+    layer._hf_hook.post_forward = doubled(layer._hf_hook.post_forward)
+
+
+def by_a_patched_class(layer, monkeypatch):
+    monkeypatch.setattr(AlignDevicesHook, "post_forward", doubled(AlignDevicesHook.post_forward))
+
+
+def by_a_patched_function(layer, monkeypatch):
+    monkeypatch.setattr(accelerate.hooks, "send_to_device", doubled(accelerate.hooks.send_to_device))
+
+
+def by_the_forward_inside(layer, monkeypatch):
+    layer._old_forward = doubled(layer._old_forward)
+
+
+def by_an_argument(layer, monkeypatch):
+    other = copy.deepcopy(layer)
+    other.weight.data *= 2
+    layer.forward = functools.partial(layer.forward.func, other)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        by_a_subclass,
+        by_another_hook,
+        by_its_own_method,
+        by_a_patched_class,
+        by_a_patched_function,
+        by_the_forward_inside,
+        by_an_argument,
+    ],
+)
+def test_a_changed_hook_runs(fused_mlp, device, monkeypatch, change):
+    """A hook that does more than moving arguments, or around another forward, runs."""
+    model, ids = llama(device)
+    model = spread(model, device)
+    fused = copy.deepcopy(model)
+    fused_mlp.fuse_mlps(fused)
+    with torch.no_grad():
+        for _ in range(2):
+            before = fused(ids).logits
+        for each in (model, fused):
+            change(mlps(each)[1].up_proj, monkeypatch)
+        expected = model(ids).logits
+        assert not torch.allclose(expected, before)
         for _ in range(2):
             torch.testing.assert_close(fused(ids).logits, expected, rtol=1e-4, atol=1e-5)
 

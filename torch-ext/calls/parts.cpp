@@ -212,9 +212,28 @@ PyObject* bound_function(PyObject* method, PyObject* module) {
 Answer is_bare(PyObject* module, PyObject* state, bool recording, bool kernels) {
   const Answer hooks = has_hooks(state, recording);
   if (hooks != kNo) return hooks == kYes ? kNo : kError;
-  PyObject* const own = item(state, names().forward);
+  PyObject* const own = own_forward(module, state);
   if (own != nullptr) return is_own_forward(own, module, kernels);
   return PyErr_Occurred() ? kError : kYes;
+}
+
+PyObject* own_forward(PyObject* module, PyObject* state) {
+  PyObject* const own = item(state, names().forward);
+  if (own == nullptr || class_of(own) != settings.partial) return own;
+  PyObject *const hook = item(state, names().device_hook), *const kept = item(state, names().kept_forward);
+  PyObject* const known = hook == nullptr ? nullptr : item(settings.device_hooks, class_of(hook));
+  if (known == nullptr || kept == nullptr) return PyErr_Occurred() ? nullptr : own;
+  const Owned function(PyObject_GetAttr(own, names().partial_function));
+  const Owned arguments(PyObject_GetAttr(own, names().partial_arguments));
+  const Owned keywords(PyObject_GetAttr(own, names().partial_keywords));
+  if (!function || !arguments || !keywords) return nullptr;
+  const bool calls_hook = PyTuple_Size(arguments.get()) == 1 && PyTuple_GetItem(arguments.get(), 0) == module &&
+                          PyObject_Size(keywords.get()) == 0 &&
+                          has_attribute(function.get(), names().function_code, PyTuple_GetItem(known, 1)) == kYes;
+  PyObject* const state_of_hook = calls_hook ? state_of(hook) : nullptr;
+  const bool plain = state_of_hook != nullptr && hold(PyTuple_GetItem(known, 0), nullptr, state_of_hook) == kYes;
+  if (PyErr_Occurred()) return nullptr;
+  return plain ? kept : own;
 }
 
 PyObject* state_of(PyObject* module) {

@@ -38,6 +38,11 @@ Answer hold(PyObject* guards, PyObject* kind, PyObject* state);
 // place. Without autograd recording, backward hooks are not checked, since torch then calls them to no effect.
 Answer is_bare(PyObject* module, PyObject* state, bool recording, bool kernels = false);
 
+// Returns the forward that a module with this __dict__ holds itself: inside accelerate's hook, if that only moves
+// arguments to the device of the weights (models/reading/device_hooks.py). Borrowed; nullptr, without necessarily an
+// error, if there is none.
+PyObject* own_forward(PyObject* module, PyObject* state);
+
 // True if a module with this __dict__ has hooks, or code that replaces its call.
 Answer has_hooks(PyObject* state, bool recording);
 

@@ -22,7 +22,7 @@ constexpr Py_ssize_t kNames = 1, kBeforeNorm = 6, kGuards = 7, kCountBehind = 8;
 // unknown, or if the part is None.
 PyObject* running(PyObject* module, PyObject* state, PyObject* segments, bool recording, Py_ssize_t part = kNames) {
   PyObject* const kind = class_of(module);
-  PyObject* const own = item(state, names().forward);
+  PyObject* const own = own_forward(module, state);
   const Owned forward(own == nullptr ? PyObject_GetAttr(kind, names().forward) : bound_function(own, module));
   PyObject* const segment = forward ? item(segments, forward.get()) : nullptr;
   if (segment == nullptr || PyTuple_GetItem(segment, part) == Py_None) return nullptr;
@@ -565,7 +565,7 @@ Answer child_looks_left(PyObject* wholes, PyObject* plan, PyObject* owner, PyObj
   PyObject* const dtype = dtype_followed(x);
   PyObject* const module = dtype == nullptr ? nullptr : child_of(owner, field(plan, kModule));
   PyObject* const state = module == nullptr ? nullptr : state_of(module);
-  PyObject* const own = state == nullptr ? nullptr : item(state, names().forward);
+  PyObject* const own = state == nullptr ? nullptr : own_forward(module, state);
   const Owned forward(own == nullptr ? nullptr : bound_function(own, module));
   PyObject* const segment = forward ? item(wholes, forward.get()) : nullptr;
   PyObject* const parts = segment == nullptr ? Py_None : PyTuple_GetItem(segment, kNames);

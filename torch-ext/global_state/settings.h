@@ -24,6 +24,8 @@ struct Settings {
   PyObject* known;           // by class of activation, of nn.GELU by `approximate`, or by function: (guards, code)
   PyObject* known_by;        // a function: the key in `known` of an activation returned by a method
   PyObject* kernels;         // a dictionary: by class of activation, the forward that kernelize puts into its modules
+  PyObject* device_hooks;    // by class of accelerate's hooks: guards, and the code that calls a hook
+  PyObject* partial;         // functools.partial
   PyObject* composites;      // a dictionary: the names of classes of activations that are several torch operations
   PyObject* adapters;        // by class of layers with adapters: attributes that must be unchanged
   PyObject* adapted;         // a function: computes layers, some of which have adapters (adapters.py)
@@ -80,6 +82,13 @@ struct Names {
   PyObject* state = PyUnicode_InternFromString("__dict__");
   PyObject* call = PyUnicode_InternFromString("__call__");
   PyObject* forward = PyUnicode_InternFromString("forward");
+  // Of a module that accelerate hooks, and of the partial that is its forward.
+  PyObject* device_hook = PyUnicode_InternFromString("_hf_hook");
+  PyObject* kept_forward = PyUnicode_InternFromString("_old_forward");
+  PyObject* partial_function = PyUnicode_InternFromString("func");
+  PyObject* partial_arguments = PyUnicode_InternFromString("args");
+  PyObject* partial_keywords = PyUnicode_InternFromString("keywords");
+  PyObject* function_code = PyUnicode_InternFromString("__code__");
   PyObject* enter = PyUnicode_InternFromString("__enter__");
   PyObject* exit = PyUnicode_InternFromString("__exit__");
   PyObject* class_name = PyUnicode_InternFromString("__name__");

@@ -20,7 +20,7 @@ from ..models import fuse, outcome, report
 from ..models.experts.interface import NAME
 from ..models.outcome import Outcome
 from ..models.parts.recognition import activation_of
-from ..models.reading.attributes import attribute_of, children_of, method_in, modules_of, state_of
+from ..models.reading.attributes import attribute_of, children_of, method_in, modules_of, place_of, state_of
 from ..models.running import normed
 from ..quantized import experts as quantized_experts
 from ..quantized import weights as quantized
@@ -265,8 +265,9 @@ def _parts(model: nn.Module) -> Iterator[report.ModuleReport]:
     for path, module in modules_of(model):
         if id(module) in taken_in:
             continue
-        is_own = "forward" in state_of(module)
-        kernel = method_in(module, "forward") if is_own else inspect.getattr_static(type(module), "forward")
+        kernel = inspect.getattr_static(type(module), "forward")
+        if "forward" in state_of(module):
+            kernel = method_in(module, place_of(module, "forward"))
         is_layer = isinstance(kernel, FunctionType) and kernel in _LAYER_FORWARDS and not fuse.is_fused(module)
         if is_layer and kernel is layers.MegaBlocksMoeMLP.forward:
             taken_in.add(id(attribute_of(module, "experts")))

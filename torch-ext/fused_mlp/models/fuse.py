@@ -230,8 +230,9 @@ def _plan_of(
     if issubclass(type(module), torch.fx.GraphModule):
         return {}, outcome.left(module, methods.values(), Reason(outcome.GRAPH))
     for name, method in methods.items():
-        own = state_of(module).get(switching.place_of(module, name))
-        if own is not None and not _is_read(module, name, own, method):
+        place = switching.place_of(module, name)
+        own = state_of(module).get(place)
+        if own is not None and not _is_read(module, place, own, method):
             return {}, outcome.left(
                 module, methods.values(), Reason(outcome.OWN_METHOD, name, switching.origin_of(own))
             )
@@ -251,11 +252,11 @@ def _plan_of(
     return rewriter.lean_methods(module, methods), outcome.of_methods(module, methods.values())
 
 
-def _is_read(module: nn.Module, name: str, own: Any, method: FunctionType) -> bool:
+def _is_read(module: nn.Module, place: str, own: Any, method: FunctionType) -> bool:
     """True if what a module holds in place of a method is the function the fused one was generated from, or itself a
     fused method, possibly of the module that this one is a shallow copy of."""
     is_fused = type(own) is MethodType and type(own.__func__) is FunctionType and own.__func__ in written
-    return is_fused or method_in(module, name) is written[method].function
+    return is_fused or method_in(module, place) is written[method].function
 
 
 def _restore(reference: weakref.ReferenceType[nn.Module]) -> None:

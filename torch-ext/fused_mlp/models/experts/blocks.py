@@ -20,7 +20,7 @@ from ..methods import switching
 from ..parts import refusals
 from ..proving.evaluation import Evaluation, inputs
 from ..proving.values import Bound, Dependency, Held, Node, NotProved, Proof, Proofs, Value, proved
-from ..reading.attributes import class_of, of_call
+from ..reading.attributes import class_of, of_call, own_method
 from ..running import shortcut, split_mlps
 from . import cached, mixtures, proofs, routers
 from .cached import Entry
@@ -194,7 +194,7 @@ def _learns(module: nn.Module) -> bool:
     if conditions is None:
         return False
     for part in (router, experts):
-        shortcut.know_kernel(type(part), part.forward.__func__)
+        shortcut.know_kernel(type(part), own_method(part, "forward") or type(part).forward)
     _records.setdefault(id(module), {})[_set_to(module)] = Record(conditions, children, found, entry)
     return True
 

@@ -19,7 +19,8 @@ from ...quantized import experts as quantized_experts
 from ...quantized.experts import QuantizedStack
 from ..parts.guards import are_unchanged
 from ..reading.attributes import class_of
-from ..reading.source import codes_of, digest, inside
+from ..reading.digests import codes_of, digest
+from ..reading.source import inside
 
 MODULE = "transformers.integrations.finegrained_fp8"
 _METHODS = ("_apply_gate", "linear")

@@ -20,7 +20,7 @@ from ...autograd import training
 from ..methods import switching
 from ..parts import adapters
 from ..parts.guards import are_unchanged
-from ..reading import source
+from ..reading import digests
 from ..reading.attributes import name_of_class, of_call
 from ..running import shortcut
 from . import cached, mixtures, proofs
@@ -201,5 +201,5 @@ def digest(kind: type) -> Optional[str]:
     if not isinstance(activate, FunctionType):
         return None
     proxy = activate.__globals__.get(_PROXY)
-    codes = source.codes_of(kind, _METHODS[:-1])
-    return source.digest((*codes, activate.__code__, *source.codes_of(proxy, ("forward",))))
+    codes = digests.codes_of(kind, _METHODS[:-1])
+    return digests.digest((*codes, activate.__code__, *digests.codes_of(proxy, ("forward",))))

@@ -19,6 +19,7 @@ from typing import Any, Callable, Dict, Optional, Set, Tuple
 import torch
 from torch import nn
 
+from ..reading import attributes
 from ..reading.attributes import FUSED, Written, as_written, method_in, state_of, written
 
 _REPLICATE = "_replicate_for_data_parallel"
@@ -31,7 +32,7 @@ def switch(module: nn.Module, methods: Dict[str, FunctionType]) -> None:
     """Install fused methods in a module; if earlier ones are wrapped, they are replaced inside the wrapper."""
     state = state_of(module)
     places = {name: place_of(module, name) for name in methods}
-    held = {name: method_in(module, name) is written[method].function for name, method in methods.items()}
+    held = {name: method_in(module, places[name]) is written[method].function for name, method in methods.items()}
     for name, method in methods.items():
         state[places[name]] = bound = MethodType(method, module)
         weakref.finalize(bound, _gone, weakref.ref(module), name).atexit = False
@@ -65,11 +66,12 @@ def switch_back(module: nn.Module) -> None:
     """Restore a module's own methods. A wrapper of a fused method stays, and runs the original."""
     state = state_of(module)
     for name, was_held in state.pop(FUSED, {}).items():
-        method = _fused_in(module, name)
+        place = place_of(module, name)
+        method = _fused_in(module, place)
         if method is not None and was_held:
-            state[name] = MethodType(written[method].function, module)
-        elif method is not None:
-            del state[name]
+            state[place] = MethodType(written[method].function, module)
+        elif method is not None and place == name:
+            del state[place]
     if method_in(module, _REPLICATE) is _replicate:
         del state[_REPLICATE]
 
@@ -99,13 +101,15 @@ def methods_in(module: nn.Module) -> Dict[str, FunctionType]:
 
 
 def place_of(module: nn.Module, name: str) -> str:
-    """Return the name under which a module holds a fused method: its own, or that under which a wrapper keeps it."""
-    if _fused_in(module, name) is None:
-        for place in state_of(module):
-            method = _fused_in(module, place)
-            if method is not None and written[method].name == name:
-                return place
-    return name
+    """Return the name under which a module holds a fused method, or would: its own, or that under which a wrapper keeps
+    it."""
+    if _fused_in(module, name) is not None:
+        return name
+    for place in state_of(module):
+        method = _fused_in(module, place)
+        if method is not None and written[method].name == name:
+            return place
+    return attributes.place_of(module, name)
 
 
 def _fused_in(module: nn.Module, place: str) -> Optional[FunctionType]:

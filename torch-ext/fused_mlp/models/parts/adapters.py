@@ -16,7 +16,7 @@ from ... import dispatch
 from ...adapters import DROPS, Adapter, Layer
 from ...operands import is_narrowed
 from ...quantized.weights import QuantizedWeight
-from ..reading import source
+from ..reading import digests
 from ..reading.attributes import are_unchanged, name_of_class, of_call
 from . import quantized, refusals
 
@@ -249,4 +249,4 @@ def known(kind: type) -> Optional[Tuple[Tuple[Any, str, Any], ...]]:
 
 def digest(kind: type) -> Optional[str]:
     """Return a hash of the source of the methods that a call of a class runs; None if there is none."""
-    return source.digest(source.codes_of(kind, _METHODS))
+    return digests.digest(digests.codes_of(kind, _METHODS))

@@ -24,7 +24,7 @@ from ...backends import native
 from ...quantized import weights as quantized
 from ..reading import attributes
 from ..reading.attributes import name_of_class, of_call
-from ..reading.source import codes_of, digest
+from ..reading.digests import codes_of, digest
 from .guards import are_unchanged
 
 Guarded = Tuple[Tuple[Any, str, Any], ...]

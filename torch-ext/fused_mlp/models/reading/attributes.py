@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from types import CodeType, FunctionType, MethodType
 from typing import Any, Dict, Iterable, Iterator, NamedTuple, Optional, Set, Tuple
@@ -9,6 +10,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+
+from . import device_hooks
 
 _MISSING = object()
 
@@ -76,10 +79,16 @@ def method_in(module: nn.Module, place: str) -> Optional[FunctionType]:
     return own.__func__ if is_bound else None
 
 
+def place_of(module: nn.Module, name: str) -> str:
+    """Return the name under which a module's own dict holds its method ``name``: accelerate keeps a forward under its
+    own."""
+    return device_hooks.place_of(module, state_of(module), name)
+
+
 def forward_of(module: nn.Module) -> Any:
     """Return the forward that a call of a module runs, without fusion: the bound one in the module's own dict, or that
     of its class."""
-    own = method_in(module, "forward")
+    own = method_in(module, place_of(module, "forward"))
     return getattr(type(module), "forward", None) if own is None else written[own].function if own in written else own
 
 
@@ -200,11 +209,14 @@ _NO_METHOD = object()
 def own_method(module: nn.Module, name: str) -> Any:
     """Return the function of a method that a module's own dict holds, bound to it; None if the dict lacks the name.
 
-    Anything else, such as a method of another module, gives an object that is not a function.
+    Anything else, such as a method of another module, gives an object that is not a function. Hooks of accelerate that
+    only move arguments do not count.
     """
     own = module.__dict__.get(name)
     if own is None:
         return None
+    if not torch.compiler.is_compiling() and type(own) is functools.partial and name == "forward":
+        own = module.__dict__[device_hooks.KEPT] if device_hooks.is_plain(module, module.__dict__) else own
     return own.__func__ if isinstance(own, MethodType) and own.__self__ is module else _NO_METHOD
 
 

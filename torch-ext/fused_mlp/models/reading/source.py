@@ -6,15 +6,12 @@ import __future__
 import ast
 import builtins
 import functools
-import hashlib
-import inspect
 import linecache
-import re
 import sys
 import warnings
 from collections import Counter
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import nn
@@ -56,25 +53,6 @@ def tree_of(function: FunctionType) -> Optional[ast.FunctionDef]:
         lines = linecache.getlines(code.co_filename, function.__globals__)
         _trees[key] = _definition(code, "".join(lines)) if lines else None
     return _trees[key]
-
-
-def digest(codes: Iterable[Optional[CodeType]]) -> Optional[str]:
-    """Return a hash of the source of code, without comments and white space; None if there is none."""
-    try:
-        sources = [inspect.getsource(code) for code in codes]
-    except (OSError, TypeError):
-        return None
-    bare = re.sub(r"\s+", "", re.sub(r"\s#.*", "", "\n".join(sources)))
-    return hashlib.sha256(bare.encode()).hexdigest()[:16]
-
-
-def codes_of(kind: type, names: Iterable[str]) -> Iterator[Optional[CodeType]]:
-    """Yield the code of a class's methods. Given a wrapper itself, inspect finds the source of the wrapped function."""
-    for name in names:
-        found = inspect.getattr_static(kind, name, None)
-        found = found.fget if isinstance(found, property) else found
-        if found is not None:
-            yield getattr(getattr(found, "__func__", found), "__code__", None)
 
 
 class LookUp(NamedTuple):

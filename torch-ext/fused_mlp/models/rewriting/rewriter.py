@@ -40,6 +40,7 @@ from ..reading.attributes import (
     method_in,
     own_method,
     parameters_of,
+    place_of,
     state_of,
     written,
 )
@@ -73,7 +74,7 @@ def fused_methods(module: nn.Module, memory: str = "activations") -> Tuple[Dict[
     # one, each has so few rows that launching a kernel between its products takes longer than the kernel saves.
     stacked = any(map(_is_stacked, state["_parameters"].values())) and original_of(methods.get("forward")) is None
     # A method in the module's own dict overrides its class's. If it has no MLP, the class's method supplies the reason.
-    own = {name: method_in(module, name) for name in methods}
+    own = {name: method_in(module, place_of(module, name)) for name in methods}
     own = {name: function for name, function in own.items() if function is not None and function not in written}
     made, unknown = {}, {}
     for name, function in (*own.items(), *methods.items()) if wanted and (has_layers or stacked) else ():
@@ -88,7 +89,7 @@ def fused_methods(module: nn.Module, memory: str = "activations") -> Tuple[Dict[
     fused = tuple(made.items())
     for name in [name for name in methods if made and name not in made]:
         whole = _unchunked(methods[name], name, fused, memory)
-        if whole is not None and own_method(module, name) is None:
+        if whole is not None and own_method(module, name) in (None, methods[name]):
             made[name] = whole
     return made, list(unknown.values())
 

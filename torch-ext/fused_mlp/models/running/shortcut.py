@@ -9,6 +9,7 @@ functions are seen as they are at the call.
 
 from __future__ import annotations
 
+import functools
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Callable, Dict, Iterable, Optional, Sequence, Tuple, Union
 
@@ -29,6 +30,7 @@ from ...operands import PLAIN_TENSORS, halves, narrows_float32
 from ..matching.pattern import Pattern
 from ..parts import adapters, forms, norms, quantized, recognition, refusals
 from ..parts.guards import Guards
+from ..reading import device_hooks
 from ..reading.attributes import FUSED, own_method
 from . import forwards, plans
 from .plans import Plan, part_of
@@ -126,6 +128,8 @@ _settings = {
     "known": _known,
     "known_by": known_by,
     "kernels": _kernels,
+    "device_hooks": device_hooks.KNOWN,
+    "partial": functools.partial,
     "composites": recognition.COMPOSITES,
     "adapters": adapters.CLASSES,
     "adapted": run_parts,

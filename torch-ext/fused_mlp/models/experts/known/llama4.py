@@ -24,7 +24,7 @@ from ...parts import refusals
 from ...proving.evaluation import Evaluation
 from ...proving.mixtures import activation_of
 from ...proving.values import NotProved, Proof, Proofs
-from ...reading import source
+from ...reading import digests
 from ...reading.attributes import are_unchanged, class_of, finder_of, name_of_class, of_call
 from ...running import shortcut
 from .. import mixtures
@@ -71,7 +71,7 @@ def digest(module: nn.Module) -> Optional[str]:
     parts = (module, *(module._modules.get(name) for name in (_ROUTER, _EXPERTS)))
     if any(part is None for part in parts):
         return None
-    return source.digest(code for part in parts for code in source.codes_of(class_of(part), ("forward",)))
+    return digests.digest(code for part in parts for code in digests.codes_of(class_of(part), ("forward",)))
 
 
 @functools.cache

@@ -1,0 +1,83 @@
+"""accelerate's hooks, which ``device_map`` puts on every module of a model that is spread over devices.
+
+A hook replaces the forward in the module's own dict by a partial that calls the hook, then the forward that was there
+before, which the module keeps under another name. Most hooks only move the arguments to the device of the module's
+weights. Where they are on it already, as the ops require, such a hook changes nothing. Others load offloaded weights,
+or move results.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from types import CodeType, FunctionType
+from typing import Any, Dict, Optional, Tuple
+
+from . import digests
+
+KEPT = "_old_forward"
+_HOOK, _HOME = "_hf_hook", "accelerate.hooks"
+_DIGEST_OF_CALL = "205b1e849ca0f989"  # the function in the partial
+# Hashes of the source of a hook's methods, each with the first version that contains it.
+_DIGESTS = {
+    "97e7e607946f0a33": "1.1",
+    "c7d93a825242f07c": "1.5",
+    "a88ac58fdd1c370e": "1.7",
+    "d13a1b84e8d4cbea": "1.13",
+    "2c419b9dbc8b6536": "1.14",
+}
+# What a hook's own dict must hold, or lack, so that it only moves arguments.
+_OWN = (("offload", False), ("io_same_device", False), ("no_grad",), ("pre_forward",), ("post_forward",))
+
+# By class of hooks: the guards (parts/guards.py) under which a hook only moves arguments, and the code of the function
+# in the partial. Compiled code reads this.
+KNOWN: Dict[type, Tuple[Tuple[Any, ...], CodeType]] = {}
+_calls: Dict[CodeType, bool] = {}
+
+
+def place_of(module: Any, state: Dict[str, Any], name: str) -> str:
+    """Return the name under which the dict of a module, ``state``, holds its own method ``name``, if it does."""
+    return KEPT if name == "forward" and _is_called(module, state) else name
+
+
+def is_plain(module: Any, state: Dict[str, Any]) -> bool:
+    """True if the forward in the dict of a module only moves arguments before it calls the one that it keeps."""
+    hook = state.get(_HOOK)
+    if not _is_called(module, state) or not _is_known(type(hook)):
+        return False
+    (unchanged, own, _), code = KNOWN[type(hook)]
+    held = object.__getattribute__(hook, "__dict__")
+    has_own = all(held.get(name) is (value[0] if value else None) for name, *value in own)
+    is_unchanged = all(getattr(owner, name) is value for owner, name, value in unchanged)
+    return has_own and is_unchanged and state["forward"].func.__code__ is code
+
+
+def _is_called(module: Any, state: Dict[str, Any]) -> bool:
+    """True if the forward in the dict of a module is accelerate's."""
+    call = state.get("forward")
+    if type(call) is not functools.partial or KEPT not in state or type(call.func) is not FunctionType:
+        return False
+    if len(call.args) != 1 or call.args[0] is not module or call.keywords:
+        return False
+    code = call.func.__code__
+    if code not in _calls:
+        _calls[code] = digests.digest([code]) == _DIGEST_OF_CALL
+    return _calls[code] and call.func.__globals__.get("__name__") == _HOME
+
+
+def _is_known(kind: type) -> bool:
+    if kind not in KNOWN and kind.__module__ == _HOME and kind.__qualname__ == "AlignDevicesHook":
+        home = inspect.getmodule(kind)
+        methods = [getattr(kind, name) for name in ("pre_forward", "post_forward")]
+        codes = [inspect.unwrap(each).__code__ for each in (*methods, home.send_to_device)]
+        call = _call_in(home.add_hook_to_module)
+        if digests.digest(codes) in _DIGESTS and call is not None:
+            looked_up = (home, "send_to_device", home.send_to_device), (kind, "no_grad", False)
+            unchanged = tuple((kind, each.__name__, each) for each in methods)
+            KNOWN[kind] = ((*unchanged, *looked_up), _OWN, ()), call
+    return kind in KNOWN
+
+
+def _call_in(function: FunctionType) -> Optional[CodeType]:
+    """Return the code of the function in the partial that accelerate's ``add_hook_to_module`` makes."""
+    return next((each for each in function.__code__.co_consts if _calls.get(each) is True), None)
