@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import importlib
 from types import MethodType
 
 import accelerate
@@ -164,6 +165,22 @@ def test_a_changed_hook_runs(fused_mlp, device, monkeypatch, change):
         assert not torch.allclose(expected, before)
         for _ in range(2):
             torch.testing.assert_close(fused(ids).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_hook_class_that_was_wrapped_before(fused_mlp, device, monkeypatch):
+    """A wrapper that copies the names of what it wraps is no original, even if it is the first to be seen."""
+    device_hooks = importlib.import_module(f"{fused_mlp.__name__}.models.reading.device_hooks")
+    monkeypatch.setattr(device_hooks, "KNOWN", {})
+    device_hooks._is_known.cache_clear()
+    post = AlignDevicesHook.post_forward
+    monkeypatch.setattr(AlignDevicesHook, "post_forward", functools.wraps(post)(doubled(post)))
+    model, ids = llama(device)
+    model = spread(model, device)
+    fused = copy.deepcopy(model)
+    fused_mlp.fuse_mlps(fused)
+    assert_same(model, fused, ids)
+    monkeypatch.undo()
+    device_hooks._is_known.cache_clear()
 
 
 @ways

@@ -58,7 +58,7 @@ def keeps_no_more(given: Sequence[Optional[Tensor]], form: experts.Form) -> bool
     backward's peak counts too, which was measured to exceed torch's from twice as many rows as slots on.
     """
     x, index, weights, gate_up, down = given[:5]
-    is_trained = all(tensor is None or tensor.requires_grad for tensor in given[3:])
+    is_trained = all_trained(given[3:])
     if padded_experts.is_needed(given, form):
         return is_trained
     hidden, slots = down.shape[1 if form.transposed else 2], index.numel()
@@ -71,6 +71,11 @@ def keeps_no_more(given: Sequence[Optional[Tensor]], form: experts.Form) -> bool
     if is_trained:
         return ours <= theirs + _SPARE * (gate_up.numel() + down.numel())
     return 2 * rows <= 3 * slots and ours <= theirs
+
+
+def all_trained(tensors: Sequence[Optional[Tensor]]) -> bool:
+    """True if all tensors that are given require gradients."""
+    return all(tensor is None or tensor.requires_grad for tensor in tensors)
 
 
 def factors_of(adapters: experts.Adapters) -> Tuple[List[Optional[Tensor]], List[float]]:

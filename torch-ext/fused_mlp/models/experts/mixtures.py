@@ -226,7 +226,7 @@ def _fused(
     if follows and not is_adapted:
         given = (x, index, weights, *tensors)
         is_op = calls.are_trained(given, found.form)
-        is_light = experts_training.keeps_no_more(given, found.form) if is_op else _are_trained(tensors)
+        is_light = experts_training.keeps_no_more(given, found.form) if is_op else experts_training.all_trained(tensors)
         if not is_light:  # the unfused code keeps less than the op, and with frozen weights less than its parts
             return None
     last = _last_index(module, found, way)
@@ -242,10 +242,6 @@ def _fused(
     if result is not None and proof is not None and (is_adapted or not follows):
         cached.store(module, proof, last, x, index)
     return result
-
-
-def _are_trained(tensors: Tuple[Optional[Tensor], ...]) -> bool:
-    return all(tensor is None or tensor.requires_grad for tensor in tensors)
 
 
 def _of_codes(

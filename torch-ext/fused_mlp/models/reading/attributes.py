@@ -186,7 +186,8 @@ def of_call(module: nn.Module, kernelizable: bool = False) -> Optional[str]:
         # The fused version of the class's forward computes the same.
         known = known or (function in written and written[function].function is type(module).forward)
         if not known and not (kernelizable and hasattr(type(module), "kernel_layer_name") and _is_of_a_layer(function)):
-            return "an overridden forward"
+            is_hooked = not torch.compiler.is_compiling() and place_of(module, "forward") != "forward"
+            return "a hook of accelerate" if is_hooked else "an overridden forward"
     return None
 
 

@@ -65,17 +65,27 @@ def _is_called(module: Any, state: Dict[str, Any]) -> bool:
     return _calls[code] and call.func.__globals__.get("__name__") == _HOME
 
 
+@functools.cache  # also for classes that are unknown
 def _is_known(kind: type) -> bool:
-    if kind not in KNOWN and kind.__module__ == _HOME and kind.__qualname__ == "AlignDevicesHook":
+    if kind.__module__ == _HOME and kind.__qualname__ == "AlignDevicesHook":
         home = inspect.getmodule(kind)
         methods = [getattr(kind, name) for name in ("pre_forward", "post_forward")]
-        codes = [inspect.unwrap(each).__code__ for each in (*methods, home.send_to_device)]
+        codes = map(_code_of, (*methods, home.send_to_device))
         call = _call_in(home.add_hook_to_module)
         if digests.digest(codes) in _DIGESTS and call is not None:
             looked_up = (home, "send_to_device", home.send_to_device), (kind, "no_grad", False)
             unchanged = tuple((kind, each.__name__, each) for each in methods)
             KNOWN[kind] = ((*unchanged, *looked_up), _OWN, ()), call
     return kind in KNOWN
+
+
+def _code_of(function: FunctionType) -> Optional[CodeType]:
+    """Return the code inside accelerate's and Dynamo's own wrappers; None if other code wraps it."""
+    while getattr(function, "__globals__", {}).get("__name__", "").startswith(("accelerate.", "torch._dynamo.")):
+        if not hasattr(function, "__wrapped__"):
+            return function.__code__
+        function = function.__wrapped__
+    return None
 
 
 def _call_in(function: FunctionType) -> Optional[CodeType]:
