@@ -55,7 +55,7 @@ PyObject* noting_left(PyObject* module, PyObject* found) {
 // checking it first saves all other checks.
 Answer is_followed(PyObject* x, Answer recording) {
   if (recording != kYes || class_of(x) != settings.tensor) return recording == kError ? kError : kNo;
-  return attribute_is_true(x, names().requires_grad);
+  return is_as_recorded() ? kYes : attribute_is_true(x, names().requires_grad);
 }
 
 // `rest` are the arguments of the second module after its first one.
@@ -362,10 +362,7 @@ Answer runs_as_written(PyObject* x, PyObject* module, bool gated, PyObject* firs
   if (PyErr_Occurred()) return kError;
   const Answer transformed = said_by(settings.is_transformed);  // the parts are torch's then
   if (transformed != kNo) return transformed;
-  Answer recording = is_recording();
-  // In training mode a call that is not recorded runs like one that is (autograd/training.py).
-  const bool alike = recording == kNo && training == Py_True && is_unrecorded() == kYes;
-  if (alike) recording = kYes;
+  const Answer recording = is_recording();
   const Answer casting = recording == kError || PyErr_Occurred() ? kError : is_autocasting();
   if (casting == kError) return kError;
   if (recording != kYes && casting != kYes) return kNo;
@@ -373,7 +370,7 @@ Answer runs_as_written(PyObject* x, PyObject* module, bool gated, PyObject* firs
   if (dtype == nullptr) return PyErr_Occurred() ? kError : kNo;
   const Owned cast_to(casting == kYes ? autocast_dtype() : nullptr);
   const bool cast = cast_to && cast_to.get() != dtype;
-  Answer followed = PyErr_Occurred() ? kError : alike ? kYes : is_followed(x, recording);
+  Answer followed = PyErr_Occurred() ? kError : is_followed(x, recording);
   if (followed == kNo && recording == kYes) followed = is_trained(state, 2);
   if (PyErr_Occurred()) return kError;
   if (!cast && followed != kYes) return kNo;
@@ -392,6 +389,7 @@ Answer py_runs_as_written(PyObject* given) {
   if (!unpack(given, "ooo", of)) return kError;
   if (std::exchange(left_last, nullptr) == of[1]) return kYes;
   const PastModes modes;
+  const AsRecorded as_recorded(state_of(of[1]));
   PyObject* const first = PyUnicode_Check(of[2]) ? of[2] : nullptr;
   const bool gated = first != nullptr || of[2] == Py_True;
   const Answer left = modes.said() == kYes ? runs_as_written(of[0], of[1], gated, first) : modes.said();
@@ -434,10 +432,21 @@ Owned activation_of(const Owner& owner, PyObject* plan) {
   return Owned(act);
 }
 
+// Returns the __dict__ of a module, or if that is None, of the first module among the operands; nullptr, without
+// necessarily an error, if there is none.
+PyObject* state_of_first(PyObject* module, PyObject* operands) {
+  for (Py_ssize_t i = 0; module == Py_None && i < PyTuple_Size(operands); ++i) {
+    PyObject* const operand = PyTuple_GetItem(operands, i);
+    if (PyType_IsSubtype(Py_TYPE(operand), reinterpret_cast<PyTypeObject*>(settings.module))) module = operand;
+  }
+  return module == Py_None ? nullptr : state_of(module);
+}
+
 PyObject* py_fused(PyObject* given) {
   PyObject* of[4];  // plan, module, x, operands
   if (!unpack(given, "toot", of)) return nullptr;
   const PastModes modes;
+  const AsRecorded as_recorded(state_of_first(of[1], of[3]));
   if (modes.said() != kYes) return nullptr;
   PyObject* const plan = of[0];
   Owner owner;
@@ -585,6 +594,7 @@ PyObject* py_block(PyObject* given) {
   PyObject* const plan = of[0];
   const PastModes modes;
   if (modes.said() != kYes) return nullptr;
+  const AsRecorded as_recorded(state_of_first(of[1], of[6]));
   PyObject* const dtype = dtype_followed(of[2]);
   PyObject *const pattern = field(plan, kPattern), *const act = field(plan, kAct);
   PyObject* const first = PyTuple_GetItem(field(plan, kProjections), 0);
@@ -608,6 +618,7 @@ PyObject* py_block_of(PyObject* given) {
   PyObject* const plan = of[1];
   const PastModes modes;
   if (modes.said() != kYes) return nullptr;
+  const AsRecorded as_recorded(state_of_first(of[2], of[7]));
   if (field(plan, kLast) == Py_None && child_looks_left(of[0], plan, of[2], of[3]) == kYes) {
     return PyBool_FromLong(false);
   }
@@ -655,6 +666,7 @@ PyObject* py_split_mlp(PyObject* given) {
   PyObject* of[6];
   if (!unpack(given, "ddotot", of)) return nullptr;
   const PastModes modes;
+  const AsRecorded as_recorded(state_of(of[2]));
   return modes.said() == kYes ? split_mlp(of[0], of[1], of[2], of[3], of[4], of[5]) : nullptr;
 }
 
