@@ -357,6 +357,7 @@ Answer runs_as_written(PyObject* x, PyObject* module, bool gated, PyObject* firs
   if (quick != nullptr) {
     const Answer little = does_little(x, quick, weight, gated, training == Py_False);
     const Answer casting = little == kNo ? is_autocasting() : little;
+    if (little == kNo && casting == kNo && is_as_recorded()) return said_by(settings.is_transformed);  // as below
     if (casting == kNo || little != kNo) return little;
   }
   if (PyErr_Occurred()) return kError;
