@@ -64,6 +64,8 @@ namespace fused_mlp {
 //     projection, its dropout and its norm, or None. If the second module ends with the sum with its further argument,
 //     the ending says whether a norm follows. The op may then compute that too: the result is that of the second
 //     module, or under autograd the same as that of `block`.
+//   forget_left() -> None
+//     Forgets which calls were too small for an op: the functions above remember some.
 extern PyMethodDef plain_module_methods[];
 
 }  // namespace fused_mlp
