@@ -204,7 +204,7 @@ if plain is not None:
 
 Act = Union[nn.Module, Callable[[Tensor], Tensor]]
 Modulation = Optional[Tuple[Tensor, Optional[Tensor]]]  # scale and shift
-_NO_ACTIVATION = get_activation("linear").function
+OF_ENDING = (get_activation("linear").function,)  # the operands of a block with a single layer
 
 
 def fused(plan: Plan, module: Optional[nn.Module], x: Tensor, operands: Tuple[Any, ...] = ()) -> Optional[Tensor]:
@@ -326,7 +326,7 @@ def block(
 
 def ending(plan: Plan, module: nn.Module, x: Tensor, residual: Tensor) -> Optional[Tensor]:
     """Run ``last(behind(projection(x)) + residual)`` as one op; None if none takes it. The activation is an operand."""
-    return block(plan, module, x, residual, operands=(_NO_ACTIVATION,))
+    return block(plan, module, x, residual, operands=OF_ENDING)
 
 
 def of_operands(pattern: Pattern, operands: Tuple[Any, ...], dropout: Optional[float] = None) -> Optional[Tensor]:
