@@ -250,6 +250,18 @@ def test_an_mlp_in_a_small_block_computes_its_activation_at_once(fused_mlp, devi
     assert len(called) == 2
 
 
+@pytest.mark.parametrize("kind", [Plain, Gated])
+def test_a_first_layer_with_a_hook_is_checked_in_compiled_code_only(fused_mlp, device, monkeypatch, kind):
+    module, fused = fused_pair(fused_mlp, kind(), device)
+    shortcut, called = sys.modules[f"{fused_mlp.__name__}.models.running.shortcut"], []
+    monkeypatch.setattr(shortcut, "_has_known", lambda *_: pytest.fail("asked in Python"))
+    for model in (module, fused):
+        next(model.children()).register_forward_hook(lambda *_: called.append(True))
+    with torch.no_grad():
+        assert_close(*alike(lambda each: each(x_of(device)), fused, module))
+    assert len(called) == 2
+
+
 def called_within(names, call):
     """Returns the names of Python functions called inside functions of the given names."""
     found, open_frames = [], []

@@ -298,7 +298,16 @@ Answer is_left(const Mlp& mlp, PyObject* dtype, const Block& block) {
   return PyErr_Occurred() ? kError : is_little(mlp, weight, nullptr, dtype, &block);
 }
 
+static bool is_plain_block(const Mlp& mlp, const Block* block) {
+  return block != nullptr && attribute_is_true(mlp.pattern, names().gated) == kNo;
+}
+
+static thread_local bool hooked = false;
+
+bool was_hooked() { return hooked; }
+
 PyObject* fused(const Mlp& mlp, bool recording, const Block* block, bool adapted) {
+  hooked = false;
   // Check the parts first: one with hooks, or of another class, falls back to the original code as long as it is there.
   PyObject* dtype = dtype_taken(mlp.x);
   if (dtype == nullptr) return nullptr;
@@ -330,6 +339,11 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block, bool adapted
     const Answer read = read_adapted(mlp.projections[i], recording, dtype, operands, 1 + i, 1 + layers + i,
                                      adapters.get(), place, &drops, &quantised);
     if (drops && read == kNo && mlp.asks) return PyBool_FromLong(false);
+    if (i == 0 && read == kNo && (mlp.asks || is_plain_block(mlp, block))) {
+      PyObject* const state = state_of(mlp.projections[0]);
+      hooked = state != nullptr && is_bare(mlp.projections[0], state, recording, true) == kNo;
+      if (hooked) return PyBool_FromLong(false);
+    }
     if (read != kYes) return nullptr;
     const bool added = quantised.count > before;
     const Owned offset(added ? PyFloat_FromDouble(quantised.of[before].offset) : nullptr);

@@ -50,11 +50,6 @@ void note_left(PyObject* module, PyObject* act) {
   if (PyObject_Size(settings.least_work) > 0 && is_composite(act) == kNo) left_last = module;
 }
 
-PyObject* noting_left(PyObject* module, PyObject* act, PyObject* found) {
-  if (found == Py_False) note_left(module, act);
-  return found;
-}
-
 // Calls that were too small, by the addresses of their modules and of an object that says what of them was asked. Later
 // calls on no more elements skip the checks that said so, which touch so much code and data that they take 7 us in a
 // model. Like the outcome above, this is right for any module. As a module may have changed, or another one may be at
@@ -148,7 +143,11 @@ PyObject* split_mlp(PyObject* firsts, PyObject* seconds, PyObject* owner, PyObje
     PyObject* const residual = sums ? PyTuple_GetItem(rest, 0) : Py_None;
     const Answer left =
         is_left(mlp, dtype, {Py_None, Py_None, {}, names().one, residual, normed ? parts.back() : Py_None});
-    if (left == kYes) return noting_left(first, mlp.act, PyBool_FromLong(false));
+    if (left == kYes) {
+      note_left(first, mlp.act);
+      remember_left(owner, names_of_both, x);
+      return PyBool_FromLong(false);
+    }
     if (left == kError && !is_answer()) return nullptr;
   }
   if (PyErr_Occurred()) return nullptr;
@@ -163,7 +162,7 @@ PyObject* split_mlp(PyObject* firsts, PyObject* seconds, PyObject* owner, PyObje
     Owned whole(fused(mlp, recording, &block));
     if (!whole && !is_answer()) return nullptr;
     const bool recorded = whole && PyTuple_Check(whole.get()) && PyTuple_Size(whole.get()) == 3;
-    noting_left(first, mlp.act, whole.get());
+    if (whole.get() == Py_False && was_hooked()) left_last = first;
     if (recorded || whole.get() == Py_False || (whole && class_of(whole.get()) == settings.tensor))
       return whole.release();  // or as below
   }
@@ -690,7 +689,9 @@ PyObject* py_block_of(PyObject* given) {
   if (PyErr_Occurred()) return nullptr;
   return with_block(of + 1, [&](const Owner& owner, const Block& block, bool recording) -> PyObject* {
     PyObject* const module = owner.part(field(plan, kModule));
-    return module == nullptr ? nullptr : block_of(of[0], module, of[3], recording, block);
+    PyObject* const found = module == nullptr ? nullptr : block_of(of[0], module, of[3], recording, block);
+    if (found == Py_False && was_hooked()) left_last = module;
+    return found;
   });
 }
 
@@ -735,9 +736,7 @@ PyObject* py_split_mlp(PyObject* given) {
   if (modes.said() != kYes || PyErr_Occurred()) return nullptr;
   const AsRecorded as_recorded(state_of(of[2]));
   left_last = nullptr;
-  PyObject* const found = split_mlp(of[0], of[1], of[2], of[3], of[4], of[5]);
-  if (found == Py_False) remember_left(of[2], of[3], of[4]);
-  return found;
+  return split_mlp(of[0], of[1], of[2], of[3], of[4], of[5]);
 }
 
 }  // namespace

@@ -80,7 +80,9 @@ def _made(
         ),
     ]
     instead = Instead(as_written("forward", forward), rewriter.TRACED, None, None, False)
-    made = rewriter.method_of(tree, forward, {**NAMES, "@plan": plan, "@operands": shortcut.OF_ENDING}, instead, (), memory)
+    made = rewriter.method_of(
+        tree, forward, {**NAMES, "@plan": plan, "@operands": shortcut.OF_ENDING}, instead, (), memory
+    )
     _names[made] = segment.names
     split_mlps.seconds[made] = segment
     return made
