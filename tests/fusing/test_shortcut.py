@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from transformers.activations import NewGELUActivation
@@ -205,6 +206,60 @@ def test_small_ones_under_autograd_run_as_they_were_written(fused_mlp, device, p
     assert type(output.grad_fn) is type(expected.grad_fn)
     if kind is not Halves:  # Halves end with a norm
         assert type(op.grad_fn) is not type(expected.grad_fn)
+
+
+def test_a_small_call_is_remembered(fused_mlp, device, pays_from):
+    """Larger calls and calls in another mode are judged anew; the same call is judged anew now and then, and once a
+    module is fused."""
+    _, fused = fused_pair(fused_mlp, Plain(), device)
+    rows = {count: torch.randn(count, 32, device=device).requires_grad_() for count in (3, 9)}
+    fused.train()
+    op = type(fused(rows[3]).grad_fn)
+
+    def is_op(count):
+        return type(fused(rows[count]).grad_fn) is op
+
+    pays_from(6 * 88 * (32 if device.type == "cuda" else 1), False, False)
+    assert [is_op(count) for count in (3, 9, 3)] == [False, True, False]
+    pays_from(0, False, False)
+    assert not is_op(3)
+    fused.eval()
+    assert is_op(3)
+    fused.train()
+    assert any(is_op(3) for _ in range(100))
+    pays_from(1 << 40, False, False)
+    assert not is_op(3)
+    pays_from(0, False, False)
+    fused_mlp.fuse_mlps(Plain().to(device))
+    assert is_op(3)
+
+
+def test_an_mlp_in_a_small_block_computes_its_activation_at_once(fused_mlp, device, monkeypatch, pays_from):
+    """The block is left, but torch computes GPT-2's GELU, which its class spells out, in one operation."""
+    config = transformers.GPT2Config(n_embd=32, n_head=4, n_layer=2, vocab_size=64, n_positions=16)
+    model = transformers.GPT2Model(config).to(device)
+    fused_mlp.fuse_mlps(model)
+    shortcut = sys.modules[f"{fused_mlp.__name__}.models.running.shortcut"]
+    monkeypatch.setitem(shortcut.dispatch.LEAST_WORK, (False, False), 1 << 40)
+    pays_from(1 << 40, False, False)
+    ids, called = torch.randint(64, (1, 5), device=device), []
+    model(ids)  # the first call learns the activation's class
+    mlp = shortcut.reference.mlp
+    monkeypatch.setattr(shortcut.reference, "mlp", lambda *given: (called.append(given), mlp(*given))[1])
+    model.train()(ids)
+    assert len(called) == 2
+
+
+@pytest.mark.parametrize("kind", [Plain, Gated])
+def test_a_first_layer_with_a_hook_is_checked_in_compiled_code_only(fused_mlp, device, monkeypatch, kind):
+    module, fused = fused_pair(fused_mlp, kind(), device)
+    shortcut, called = sys.modules[f"{fused_mlp.__name__}.models.running.shortcut"], []
+    monkeypatch.setattr(shortcut, "_has_known", lambda *_: pytest.fail("asked in Python"))
+    for model in (module, fused):
+        next(model.children()).register_forward_hook(lambda *_: called.append(True))
+    with torch.no_grad():
+        assert_close(*alike(lambda each: each(x_of(device)), fused, module))
+    assert len(called) == 2
 
 
 def called_within(names, call):

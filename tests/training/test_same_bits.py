@@ -1,6 +1,7 @@
 """In training mode a fused forward has the same bits with and without autograd, like an unfused one."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -71,6 +72,23 @@ def test_wide_layers(fused_mlp, device, dtype, rows):
         model = kind(config).to(device, dtype).train()
         fused_mlp.fuse_mlps(model)
         assert_same_bits(model, {"input_ids": torch.randint(64, (1, rows), device=device)})
+
+
+@pytest.mark.parametrize("name", ["BERT", "Llama", "Phi3"])
+def test_without_autograd_no_node_is_made(fused_mlp, device, monkeypatch, name):
+    model, inputs = made(name, device, torch.float32)
+    fused_mlp.fuse_mlps(model)
+    model(**inputs)
+    blocks, training = (sys.modules[f"{fused_mlp.__name__}.autograd.{name}"] for name in ("blocks", "training"))
+    for owner, function in (
+        (blocks, "pre_normed"),
+        (blocks, "post_normed"),
+        (training, "_record"),
+        (training, "as_recorded"),
+    ):
+        monkeypatch.setattr(owner, function, lambda *_: pytest.fail("recorded"))
+    with torch.no_grad():
+        model(**inputs)
 
 
 @pytest.mark.parametrize("tokens", [3, 200])

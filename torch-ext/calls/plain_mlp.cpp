@@ -137,6 +137,7 @@ Answer is_little(const Mlp& mlp, PyObject* weight, PyObject* code, PyObject* dty
 
 // True if autograd certainly records the product of x and a weight.
 Answer is_plainly_followed(PyObject* x, PyObject* weight) {
+  if (is_as_recorded()) return kYes;
   const Answer followed = attribute_is_true(x, names().requires_grad);
   return followed != kNo || weight == nullptr ? followed : attribute_is_true(weight, names().requires_grad);
 }
@@ -150,6 +151,12 @@ Answer is_recorded_block(const Block& block, const Mlp& mlp, PyObject* operands,
   if (norms_sum ? block.first != Py_None : block.first == Py_None || block.residual != mlp.x) return kNo;
   if (!norms_sum && last != names().no_norm) return kNo;
   return PyErr_Occurred() ? kError : answer(norms_sum || mlp.projections.size() > 1);
+}
+
+// Computes an operation part by part; nullptr without an error if the parts do not fit together.
+PyObject* composed(PyObject* pattern, PyObject* operands) {
+  PyObject* const alike = is_as_recorded() ? Py_True : Py_False;
+  return PyObject_CallFunctionObjArgs(settings.composed, pattern, operands, alike, nullptr);
 }
 
 // Computes an operation under autograd by its parts, if these are faster than the recorded op; nullptr without an error
@@ -171,7 +178,7 @@ PyObject* faster_parts(PyObject* pattern, bool packed, PyObject* dtype, PyObject
     const int64_t features = of_weight > 0 ? size_of_first(weight) : 0;
     if (features <= 0 || elements / (of_weight / features) * features >= PyLong_AsSsize_t(least)) return nullptr;
   }
-  if (packed) return PyObject_CallFunctionObjArgs(settings.composed, pattern, operands, nullptr);
+  if (packed) return composed(pattern, operands);
   return PyObject_CallObject(parts, operands);
 }
 
@@ -234,10 +241,9 @@ PyObject* dtype_taken(PyObject* x) {
 }
 
 PyObject* dtype_followed(PyObject* x) {
-  if (class_of(x) != settings.tensor || !aoti_torch_grad_mode_is_enabled() || PyObject_Size(settings.blocks) != 1) {
-    return nullptr;
-  }
-  if (attribute_is_true(x, names().requires_grad) != kYes) return nullptr;
+  const bool alike = is_as_recorded(), may_be = alike || aoti_torch_grad_mode_is_enabled();
+  if (class_of(x) != settings.tensor || !may_be || PyObject_Size(settings.blocks) != 1) return nullptr;
+  if (!alike && attribute_is_true(x, names().requires_grad) != kYes) return nullptr;
   return Owned(PyObject_GetAttr(x, names().dtype)).get();  // torch keeps it alive
 }
 
@@ -255,6 +261,7 @@ Answer are_of(PyObject* operands, PyObject* dtype) {
 }
 
 Answer needs_gradient(PyObject* operands) {
+  if (is_as_recorded()) return kYes;
   Answer needs = kNo;
   for (Py_ssize_t i = 0, count = PyTuple_Size(operands); i < count && needs == kNo; ++i) {
     PyObject* operand = PyTuple_GetItem(operands, i);
@@ -291,7 +298,16 @@ Answer is_left(const Mlp& mlp, PyObject* dtype, const Block& block) {
   return PyErr_Occurred() ? kError : is_little(mlp, weight, nullptr, dtype, &block);
 }
 
+static bool is_plain_block(const Mlp& mlp, const Block* block) {
+  return block != nullptr && attribute_is_true(mlp.pattern, names().gated) == kNo;
+}
+
+static thread_local bool hooked = false;
+
+bool was_hooked() { return hooked; }
+
 PyObject* fused(const Mlp& mlp, bool recording, const Block* block, bool adapted) {
+  hooked = false;
   // Check the parts first: one with hooks, or of another class, falls back to the original code as long as it is there.
   PyObject* dtype = dtype_taken(mlp.x);
   if (dtype == nullptr) return nullptr;
@@ -323,6 +339,11 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block, bool adapted
     const Answer read = read_adapted(mlp.projections[i], recording, dtype, operands, 1 + i, 1 + layers + i,
                                      adapters.get(), place, &drops, &quantised);
     if (drops && read == kNo && mlp.asks) return PyBool_FromLong(false);
+    if (i == 0 && read == kNo && (mlp.asks || is_plain_block(mlp, block))) {
+      PyObject* const state = state_of(mlp.projections[0]);
+      hooked = state != nullptr && is_bare(mlp.projections[0], state, recording, true) == kNo;
+      if (hooked) return PyBool_FromLong(false);
+    }
     if (read != kYes) return nullptr;
     const bool added = quantised.count > before;
     const Owned offset(added ? PyFloat_FromDouble(quantised.of[before].offset) : nullptr);
@@ -362,13 +383,13 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block, bool adapted
   if (dropped != nullptr) return nullptr;
   if (followed == kYes) {
     const Answer left = is_little(mlp, weight, code, dtype, nullptr);
-    if (left == kYes) return PyObject_CallFunctionObjArgs(settings.composed, mlp.pattern, operands, nullptr);
+    if (left == kYes) return composed(mlp.pattern, operands);
     if (left == kError) return nullptr;
   }
   const Answer alike = cast_to ? are_of(operands, cast_to.get()) : kYes;
   if (alike != kYes) {
     const bool alone = alike == kNo && followed == kNo;  // under autograd, the casts are recorded
-    return alone ? PyObject_CallFunctionObjArgs(settings.composed, mlp.pattern, operands, nullptr) : nullptr;
+    return alone ? composed(mlp.pattern, operands) : nullptr;
   }
   if (followed == kNo) {
     PyObject* const result = called_directly(mlp.pattern, packed == kYes, layers, block != nullptr, operands,
@@ -379,8 +400,7 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block, bool adapted
   PyObject* const parts = followed == kYes ? faster_parts(mlp.pattern, packed == kYes, dtype, operands) : nullptr;
   if (parts != nullptr || PyErr_Occurred()) return parts;
   if (packed == kYes || followed == kYes) {
-    Py_INCREF(operands);
-    return operands;
+    return PyTuple_Pack(2, followed == kYes ? Py_True : Py_False, operands);
   }
   if (block != nullptr) {
     PyObject* op = item(settings.ops, layers == 3 ? names().gated_block_op : names().block_op);

@@ -65,13 +65,16 @@ Answer is_little_work(bool gated, bool in_eval, int64_t work);
 // layer.
 Answer is_left(const Mlp& mlp, PyObject* dtype, const Block& block);
 
-// Returns the result, or the op's operands if Python has to call it. nullptr without an error means unknown. With a
-// block, the result is the block's. Then, if gate and up are packed or autograd records, it returns the pattern and the
-// operands, and under autograd also the probability of an active dropout after the MLP.
+// Returns the result, or if Python has to call the op, whether it is recorded and its operands. nullptr without an
+// error means unknown. With a block, the result is the block's. Then, if gate and up are packed or autograd records, it
+// returns the pattern and the operands, and under autograd also the probability of an active dropout after the MLP.
 //
-// Returns False if autograd records and a block is too small for an op.
+// Returns False if autograd records and a block is too small for an op. For a block without a gate, and an MLP that
+// `asks`, it does so too if calling the first projection does more than run that layer's forward, as with hooks: then
+// no part of the MLP can be fused, and was_hooked() is true until the next call.
 //
 // If `adapted`, a result is known only if a projection has an adapter or a quantised weight.
 PyObject* fused(const Mlp& mlp, bool recording, const Block* block = nullptr, bool adapted = false);
+bool was_hooked();
 
 }  // namespace fused_mlp

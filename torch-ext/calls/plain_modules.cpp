@@ -1,5 +1,8 @@
 #include "plain_modules.h"
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+#include <algorithm>
 #include <cstdint>
 #include <iterator>
 #include <utility>
@@ -42,20 +45,67 @@ PyObject* running(PyObject* module, PyObject* state, PyObject* segments, bool re
 // functions, called separately, are faster than its modules.
 thread_local PyObject* left_last = nullptr;
 
-void note_left(PyObject* module) {
-  if (PyObject_Size(settings.least_work) > 0) left_last = module;
+// An activation of several operations is computed as one by the MLP's method.
+void note_left(PyObject* module, PyObject* act) {
+  if (PyObject_Size(settings.least_work) > 0 && is_composite(act) == kNo) left_last = module;
 }
 
-PyObject* noting_left(PyObject* module, PyObject* found) {
-  if (found == Py_False) note_left(module);
-  return found;
+// Calls that were too small, by the addresses of their modules and of an object that says what of them was asked. Later
+// calls on no more elements skip the checks that said so, which touch so much code and data that they take 7 us in a
+// model. Like the outcome above, this is right for any module. As a module may have changed, or another one may be at
+// its address, the checks run again now and then; fusing any module forgets all calls.
+struct LeftCall {
+  PyObject *module, *asked, *noted;
+  int64_t elements;
+  int uses;
+  bool in_eval;
+};
+constexpr int kLeftCalls = 1024, kUses = 64;
+LeftCall left_calls[kLeftCalls];
+
+LeftCall& place_of(PyObject* module, PyObject* asked) {
+  const auto address = reinterpret_cast<uintptr_t>(module) + 3 * reinterpret_cast<uintptr_t>(asked);
+  return left_calls[(address >> 4 ^ address >> 14) % kLeftCalls];
+}
+
+// True if a call of x was left before, and would be checked as one that autograd records.
+bool was_left(PyObject* module, PyObject* asked, PyObject* x) {
+  LeftCall& call = place_of(module, asked);
+  if (call.module != module || call.asked != asked || call.uses == 0) return false;
+  if (class_of(x) != settings.tensor || PyObject_Size(settings.blocks) != 1) return false;
+  PyObject* const state = state_of(module);
+  if (state == nullptr || item(state, names().training) != (call.in_eval ? Py_False : Py_True)) return false;
+  const bool recording = aoti_torch_grad_mode_is_enabled();
+  if (recording ? attribute_is_true(x, names().requires_grad) != kYes
+                : call.in_eval || said_by(settings.is_inference) != kNo) {
+    return false;
+  }
+  const int64_t elements = number_of_elements(x);
+  if (elements < 0 || elements > call.elements) return false;
+  --call.uses;
+  if (call.noted != nullptr) left_last = call.noted;
+  return true;
+}
+
+// Remembers a call that was left, and the MLP that it has noted as left.
+void remember_left(PyObject* module, PyObject* asked, PyObject* x) {
+  PyObject* const state = state_of(module);
+  const int64_t elements = state == nullptr ? -1 : number_of_elements(x);
+  if (elements < 0) return;
+  const bool in_eval = item(state, names().training) == Py_False;
+  place_of(module, asked) = {module, asked, left_last, elements, kUses, in_eval};
+}
+
+PyObject* py_forget_left(PyObject*, PyObject*) {
+  std::fill(std::begin(left_calls), std::end(left_calls), LeftCall{});
+  Py_RETURN_NONE;
 }
 
 // True if autograd records everything computed from x. That holds for most calls in training, whose ops Python records;
 // checking it first saves all other checks.
 Answer is_followed(PyObject* x, Answer recording) {
   if (recording != kYes || class_of(x) != settings.tensor) return recording == kError ? kError : kNo;
-  return attribute_is_true(x, names().requires_grad);
+  return is_as_recorded() ? kYes : attribute_is_true(x, names().requires_grad);
 }
 
 // `rest` are the arguments of the second module after its first one.
@@ -93,7 +143,11 @@ PyObject* split_mlp(PyObject* firsts, PyObject* seconds, PyObject* owner, PyObje
     PyObject* const residual = sums ? PyTuple_GetItem(rest, 0) : Py_None;
     const Answer left =
         is_left(mlp, dtype, {Py_None, Py_None, {}, names().one, residual, normed ? parts.back() : Py_None});
-    if (left == kYes) return noting_left(first, PyBool_FromLong(false));
+    if (left == kYes) {
+      note_left(first, mlp.act);
+      remember_left(owner, names_of_both, x);
+      return PyBool_FromLong(false);
+    }
     if (left == kError && !is_answer()) return nullptr;
   }
   if (PyErr_Occurred()) return nullptr;
@@ -108,7 +162,7 @@ PyObject* split_mlp(PyObject* firsts, PyObject* seconds, PyObject* owner, PyObje
     Owned whole(fused(mlp, recording, &block));
     if (!whole && !is_answer()) return nullptr;
     const bool recorded = whole && PyTuple_Check(whole.get()) && PyTuple_Size(whole.get()) == 3;
-    noting_left(first, whole.get());
+    if (whole.get() == Py_False && was_hooked()) left_last = first;
     if (recorded || whole.get() == Py_False || (whole && class_of(whole.get()) == settings.tensor))
       return whole.release();  // or as below
   }
@@ -357,15 +411,14 @@ Answer runs_as_written(PyObject* x, PyObject* module, bool gated, PyObject* firs
   if (quick != nullptr) {
     const Answer little = does_little(x, quick, weight, gated, training == Py_False);
     const Answer casting = little == kNo ? is_autocasting() : little;
+    if (little == kYes) remember_left(module, Py_None, x);
+    if (little == kNo && casting == kNo && is_as_recorded()) return said_by(settings.is_transformed);  // as below
     if (casting == kNo || little != kNo) return little;
   }
   if (PyErr_Occurred()) return kError;
   const Answer transformed = said_by(settings.is_transformed);  // the parts are torch's then
   if (transformed != kNo) return transformed;
-  Answer recording = is_recording();
-  // In training mode a call that is not recorded runs like one that is (autograd/training.py).
-  const bool alike = recording == kNo && training == Py_True && is_unrecorded() == kYes;
-  if (alike) recording = kYes;
+  const Answer recording = is_recording();
   const Answer casting = recording == kError || PyErr_Occurred() ? kError : is_autocasting();
   if (casting == kError) return kError;
   if (recording != kYes && casting != kYes) return kNo;
@@ -373,7 +426,7 @@ Answer runs_as_written(PyObject* x, PyObject* module, bool gated, PyObject* firs
   if (dtype == nullptr) return PyErr_Occurred() ? kError : kNo;
   const Owned cast_to(casting == kYes ? autocast_dtype() : nullptr);
   const bool cast = cast_to && cast_to.get() != dtype;
-  Answer followed = PyErr_Occurred() ? kError : alike ? kYes : is_followed(x, recording);
+  Answer followed = PyErr_Occurred() ? kError : is_followed(x, recording);
   if (followed == kNo && recording == kYes) followed = is_trained(state, 2);
   if (PyErr_Occurred()) return kError;
   if (!cast && followed != kYes) return kNo;
@@ -390,8 +443,10 @@ Answer runs_as_written(PyObject* x, PyObject* module, bool gated, PyObject* firs
 Answer py_runs_as_written(PyObject* given) {
   PyObject* of[3];
   if (!unpack(given, "ooo", of)) return kError;
-  if (std::exchange(left_last, nullptr) == of[1]) return kYes;
+  if (std::exchange(left_last, nullptr) == of[1] || was_left(of[1], Py_None, of[0])) return kYes;
+  if (PyErr_Occurred()) return is_answer() ? kNo : kError;
   const PastModes modes;
+  const AsRecorded as_recorded(state_of(of[1]));
   PyObject* const first = PyUnicode_Check(of[2]) ? of[2] : nullptr;
   const bool gated = first != nullptr || of[2] == Py_True;
   const Answer left = modes.said() == kYes ? runs_as_written(of[0], of[1], gated, first) : modes.said();
@@ -434,10 +489,21 @@ Owned activation_of(const Owner& owner, PyObject* plan) {
   return Owned(act);
 }
 
+// Returns the __dict__ of a module, or if that is None, of the first module among the operands; nullptr, without
+// necessarily an error, if there is none.
+PyObject* state_of_first(PyObject* module, PyObject* operands) {
+  for (Py_ssize_t i = 0; module == Py_None && i < PyTuple_Size(operands); ++i) {
+    PyObject* const operand = PyTuple_GetItem(operands, i);
+    if (PyType_IsSubtype(Py_TYPE(operand), reinterpret_cast<PyTypeObject*>(settings.module))) module = operand;
+  }
+  return module == Py_None ? nullptr : state_of(module);
+}
+
 PyObject* py_fused(PyObject* given) {
   PyObject* of[4];  // plan, module, x, operands
   if (!unpack(given, "toot", of)) return nullptr;
   const PastModes modes;
+  const AsRecorded as_recorded(state_of_first(of[1], of[3]));
   if (modes.said() != kYes) return nullptr;
   PyObject* const plan = of[0];
   Owner owner;
@@ -575,7 +641,8 @@ Answer child_looks_left(PyObject* wholes, PyObject* plan, PyObject* owner, PyObj
   PyObject* const names_of_parts = PyTuple_GetItem(parts, 1);
   PyObject *const act = PyTuple_GetItem(names_of_parts, 0), *const first = PyTuple_GetItem(names_of_parts, 1);
   const Answer left = looks_left(pattern, module, act, first, x, dtype, x, Py_None);
-  if (left == kYes) note_left(module);
+  PyObject* const function = left == kYes ? child_of(module, act) : nullptr;
+  if (function != nullptr) note_left(module, function);
   return left;
 }
 
@@ -583,12 +650,16 @@ PyObject* py_block(PyObject* given) {
   PyObject* of[7];
   if (!unpack(given, "tooooot", of)) return nullptr;
   PyObject* const plan = of[0];
+  if (was_left(of[1], plan, of[2])) return PyBool_FromLong(false);
   const PastModes modes;
-  if (modes.said() != kYes) return nullptr;
+  if (modes.said() != kYes || PyErr_Occurred()) return nullptr;
+  const AsRecorded as_recorded(state_of_first(of[1], of[6]));
   PyObject* const dtype = dtype_followed(of[2]);
   PyObject *const pattern = field(plan, kPattern), *const act = field(plan, kAct);
   PyObject* const first = PyTuple_GetItem(field(plan, kProjections), 0);
   if (dtype != nullptr && looks_left(pattern, of[1], act, first, of[2], dtype, of[3], field(plan, kLast)) == kYes) {
+    left_last = nullptr;
+    remember_left(of[1], plan, of[2]);
     return PyBool_FromLong(false);
   }
   if (PyErr_Occurred()) return nullptr;
@@ -606,15 +677,21 @@ PyObject* py_block_of(PyObject* given) {
   PyObject* of[8];
   if (!unpack(given, "dtooooot", of)) return nullptr;
   PyObject* const plan = of[1];
+  if (was_left(of[2], plan, of[3])) return PyBool_FromLong(false);
   const PastModes modes;
-  if (modes.said() != kYes) return nullptr;
+  if (modes.said() != kYes || PyErr_Occurred()) return nullptr;
+  const AsRecorded as_recorded(state_of_first(of[2], of[7]));
+  left_last = nullptr;
   if (field(plan, kLast) == Py_None && child_looks_left(of[0], plan, of[2], of[3]) == kYes) {
+    remember_left(of[2], plan, of[3]);
     return PyBool_FromLong(false);
   }
   if (PyErr_Occurred()) return nullptr;
   return with_block(of + 1, [&](const Owner& owner, const Block& block, bool recording) -> PyObject* {
     PyObject* const module = owner.part(field(plan, kModule));
-    return module == nullptr ? nullptr : noting_left(module, block_of(of[0], module, of[3], recording, block));
+    PyObject* const found = module == nullptr ? nullptr : block_of(of[0], module, of[3], recording, block);
+    if (found == Py_False && was_hooked()) left_last = module;
+    return found;
   });
 }
 
@@ -654,8 +731,12 @@ PyObject* py_mixture(PyObject* given) {
 PyObject* py_split_mlp(PyObject* given) {
   PyObject* of[6];
   if (!unpack(given, "ddotot", of)) return nullptr;
+  if (was_left(of[2], of[3], of[4])) return PyBool_FromLong(false);
   const PastModes modes;
-  return modes.said() == kYes ? split_mlp(of[0], of[1], of[2], of[3], of[4], of[5]) : nullptr;
+  if (modes.said() != kYes || PyErr_Occurred()) return nullptr;
+  const AsRecorded as_recorded(state_of(of[2]));
+  left_last = nullptr;
+  return split_mlp(of[0], of[1], of[2], of[3], of[4], of[5]);
 }
 
 }  // namespace
@@ -679,6 +760,7 @@ PyMethodDef plain_module_methods[] = {
     {"hold", boolean<py_hold>, METH_VARARGS, nullptr},
     {"mixture", answered<py_mixture>, METH_VARARGS, nullptr},
     {"split_mlp", answered<py_split_mlp>, METH_VARARGS, nullptr},
+    {"forget_left", py_forget_left, METH_NOARGS, nullptr},
     {"save", py_save, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -34,8 +34,9 @@ namespace fused_mlp {
 //     between would compute the same: all are plain, and only inactive dropout is in between. A part of a plan is the
 //     name of a child of the module, or the index of an operand. Under autograd, if the parts are faster than the op,
 //     the result of torch's functions. Otherwise under autograd, or if gate and up are packed and the op cannot be
-//     called directly, its operands without x: weights, then biases (None for a missing one), and the activation's
-//     code. None if the result is unknown, or if something called raised RuntimeError.
+//     called directly, (whether autograd records, the op's operands: x, weights, then biases, of which any may be None,
+//     and the activation's code). None if the result is unknown, or if something called raised RuntimeError. In training
+//     mode under no_grad(), here and below, as if autograd recorded.
 //   normed(norm, x) -> Tensor | tuple | None
 //     The result of a norm of a known class that is being called: hooks are not checked. Its op's operands if autograd
 //     records or torch's dispatcher has more to do. None if its own code has to run.
@@ -63,6 +64,8 @@ namespace fused_mlp {
 //     projection, its dropout and its norm, or None. If the second module ends with the sum with its further argument,
 //     the ending says whether a norm follows. The op may then compute that too: the result is that of the second
 //     module, or under autograd the same as that of `block`.
+//   forget_left() -> None
+//     Forgets which calls were too small for an op: the functions above remember some.
 extern PyMethodDef plain_module_methods[];
 
 }  // namespace fused_mlp

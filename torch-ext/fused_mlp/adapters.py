@@ -246,6 +246,8 @@ def run_parts(
     bitsandbytes' four-bit weights have ``offsets``, other weights None. None if the op does not support them.
     """
     x, *given, code = operands
+    if recorded and not torch.is_grad_enabled():
+        x = training.likened(x, given[0], training.RECOMPUTED)
     if torch._C._is_any_autocast_enabled() and calls.autocast((x,))[0].dtype is not x.dtype:
         return None
     count = len(given) // 2

@@ -51,16 +51,23 @@ Answer PastModes::pass() {
   return kYes;
 }
 
-// True if autograd is on (or off, as requested), outside inference mode.
-static Answer is_grad_mode(bool on) {
-  if (aoti_torch_grad_mode_is_enabled() != on) return kNo;
+static thread_local bool as_recorded = false;
+
+AsRecorded::AsRecorded(PyObject* state) : before_(as_recorded) {
+  as_recorded = state != nullptr && !aoti_torch_grad_mode_is_enabled() && item(state, names().training) == Py_True &&
+                said_by(settings.is_inference) == kNo;
+}
+
+AsRecorded::~AsRecorded() { as_recorded = before_; }
+
+bool is_as_recorded() { return as_recorded; }
+
+Answer is_recording() {
+  if (as_recorded) return kYes;
+  if (!aoti_torch_grad_mode_is_enabled()) return kNo;
   const Answer inference = said_by(settings.is_inference);
   return inference == kError ? kError : answer(inference == kNo);
 }
-
-Answer is_recording() { return is_grad_mode(true); }
-
-Answer is_unrecorded() { return is_grad_mode(false); }
 
 Answer is_autocasting() { return said_by(PyTuple_GetItem(settings.autocast, 0)); }
 

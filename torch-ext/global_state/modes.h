@@ -30,11 +30,23 @@ class PastModes {
   const Answer said_;
 };
 
-// True if autograd records operations on tensors that need gradients.
-Answer is_recording();
+// A call in training mode under no_grad() has the bits of one that autograd records (autograd/training.py), so it is
+// checked like one on an x that needs a gradient. During the lifetime of this object such checks run in this thread.
+class AsRecorded {
+ public:
+  // `state` is the __dict__ of the module called, and may be null.
+  explicit AsRecorded(PyObject* state);
+  AsRecorded(const AsRecorded&) = delete;
+  AsRecorded& operator=(const AsRecorded&) = delete;
+  ~AsRecorded();
 
-// True if no_grad(), but not inference mode, has turned autograd off.
-Answer is_unrecorded();
+ private:
+  const bool before_;
+};
+bool is_as_recorded();
+
+// True if autograd records operations on tensors that need gradients, or a call is checked as if it did.
+Answer is_recording();
 
 // True if autocast is on for some device.
 Answer is_autocasting();

@@ -51,7 +51,8 @@ struct Settings {
   PyObject* is_transformed;  // a function: whether torch.func transforms the call
   PyObject* quiet;           // functions that return something true if every call is observed
   PyObject* autocast;        // (whether it is enabled at all, whether it is for a device, its dtype there, the device)
-  PyObject* composed;        // a function of a pattern and operands: computes them part by part; None if it cannot
+  PyObject* composed;        // a function of a pattern, operands, and whether the call is as recorded (modes.h): computes
+                             // them part by part; None if it cannot
   PyObject* modes;           // (number of modes for torch functions, the mode of an index, class of those that
                              // change nothing here, class of a context in which none intercepts anything)
   PyObject* empty;           // dictionaries that are not empty if every call is observed

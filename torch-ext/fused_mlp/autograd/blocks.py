@@ -9,7 +9,7 @@ bytes could recompute. A gradient that is differentiated again is composed of to
 
 from __future__ import annotations
 
-from typing import Any, Optional, Tuple
+from typing import Any, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -34,22 +34,28 @@ _compiled = (getattr(native.plain_modules, f"{name}_backward", None) for name in
 _native_dropout = torch._VF.native_dropout
 
 
+def _pre_normed_values(block: Tuple[Any, ...]) -> Tuple[Optional[Tensor], ...]:
+    """Return the result, the norm of x and its statistics, the values of gate and up, and the mask of the dropout."""
+    x, *layers = block[:7]
+    *norm, (eps, code, activation, up_first, keep, dropout) = block[8:]
+    if dropout == 0.0:
+        found = _pre_normed_forward(x, *layers, *norm, eps, code, activation, keep, up_first)
+        if found is not None:
+            return (*found, None, None)[:6]
+    normed, statistics = norms._plain_forward(x, *norm, eps, code, False)
+    result, gate, up = training._plain_forward(normed, *layers, activation, keep, up_first)
+    mask = None
+    if dropout != 0.0:
+        result, mask = _native_dropout(result, dropout, True)
+    return x + result, normed, statistics, gate, up, mask
+
+
 class _PreNormed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *block: Any) -> Tensor:
         x, *layers = block[:7]
         norm_weight, norm_bias, (eps, code, activation, up_first, keep, dropout) = block[8:]
-        norm, found, mask = (norm_weight, norm_bias, eps, code), None, None
-        if dropout == 0.0:
-            found = _pre_normed_forward(x, *layers, *norm, activation, keep, up_first)
-        if found is None:
-            normed, statistics = norms._plain_forward(x, *norm, False)
-            result, gate, up = training._plain_forward(normed, *layers, activation, keep, up_first)
-            if dropout != 0.0:
-                result, mask = _native_dropout(result, dropout, True)
-            result = x + result
-        else:
-            result, normed, statistics, gate, up = (*found, None)[:5]
+        result, normed, statistics, gate, up, mask = _pre_normed_values(block)
         needs = _of_mlp(ctx.needs_input_grad)
         more = x if needs[0] else None, norm_weight, norm_bias, statistics, mask
         how = activation, up_first, keep
@@ -86,23 +92,29 @@ def _of_mlp(needs: Tuple[bool, ...]) -> nodes.Needs:
     return (needs[0] or needs[8] or needs[9], *needs[1:7])
 
 
+def _post_normed_values(block: Tuple[Any, ...]) -> Tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Return the results of the norm's op, and the kept values of gate and up."""
+    residual, norm_weight, norm_bias, how = block[7:]
+    eps, code, activation, up_first, keep, dropout = how
+    found = _post_normed_forward(*block[:10], *how)
+    if found is None:
+        if keep is None:
+            result, kept = F.linear(block[0], block[1], block[4]), ()
+        else:
+            result, *kept = training._plain_forward(*block[:7], activation, keep, up_first)
+        return norms._plain_sum_forward(result, residual, norm_weight, norm_bias, eps, code, dropout), kept
+    count = len(found) - (0 if keep is None else 1 if block[2] is None else 2)
+    return found[:count], found[count:]
+
+
 class _PostNormed(torch.autograd.Function):
     """Its second result is the sum, through which a gradient that is differentiated again reaches the residual."""
 
     @staticmethod
     def forward(ctx: Any, *block: Any) -> Tuple[Tensor, Tensor]:
-        residual, norm_weight, norm_bias, how = block[7:]
-        eps, code, activation, up_first, keep, dropout = how
-        found = _post_normed_forward(*block[:10], *how)
-        if found is None:
-            if keep is None:
-                result, kept = F.linear(block[0], block[1], block[4]), ()
-            else:
-                result, *kept = training._plain_forward(*block[:7], activation, keep, up_first)
-            found = [*norms._plain_sum_forward(result, residual, norm_weight, norm_bias, eps, code, dropout), *kept]
-        else:
-            kept = () if keep is None else found[-1:] if block[2] is None else found[-2:]
-        y, total, statistics, mask = (*found[: len(found) - len(kept)], None)[:4]
+        norm_weight, norm_bias, (eps, code, activation, up_first, keep, dropout) = block[8:]
+        found, kept = _post_normed_values(block)
+        y, total, statistics, mask = (*found, None)[:4]
         more, (gate, up) = (total, norm_weight, norm_bias, statistics, mask), (*kept, None, None)[:2]
         needs, how = ctx.needs_input_grad[:7], (activation, up_first, keep)
         training.save(ctx, nodes.saved(needs, keep), block[:7], (gate, up), needs, how, more)
@@ -130,6 +142,15 @@ class _PostNormed(torch.autograd.Function):
         if in_norm:
             layers[last_bias] = of_bias
         return (*layers, *of_norm, None)
+
+
+def pre_normed_alone(block: Tuple[Any, ...]) -> Tensor:
+    """Return the bits that :func:`pre_normed` returns, without a node."""
+    return _pre_normed_values(block)[0]
+
+
+def post_normed_alone(block: Tuple[Any, ...]) -> Tensor:
+    return _post_normed_values(block)[0][0]
 
 
 pre_normed, post_normed = map(nodes.applied, (_PreNormed, _PostNormed), _compiled)

@@ -78,6 +78,12 @@ def as_recorded(compute: Callable[[Tensor], Any], x: Tensor) -> Any:
     return found.detach() if isinstance(found, Tensor) else found
 
 
+def likened(x: Tensor, first_weight: Tensor, memory: str) -> Tensor:
+    """Return x for a call that must have the bits of a recorded one: if it matters, one that needs a gradient."""
+    is_alike = (memory == KEPT and first_weight.requires_grad) or x.is_inference()
+    return x if is_alike else x.detach().requires_grad_()
+
+
 def is_followed() -> bool:
     """True if a dispatch mode sees the operations of this thread, or hooks see the tensors that autograd saves."""
     return _dispatch_modes() > 0 or _saved_tensors_hooks(False) is not None
@@ -205,6 +211,8 @@ def run(
     if keep and not given[1].requires_grad and is_first_frozen(*given):
         hidden = _first_layer(given, activation, up_first, native)
         return F.linear(hidden, given[3], given[6])
+    if is_quiet and not _is_grad_enabled():  # as recorded, but without a node
+        return _plain_forward(*given, activation, keep, up_first)[0]
     if is_quiet or not (_is_compiling() or _dispatch_modes()):
         return _record(*given, activation, keep, up_first)
     return _forward(*given, activation, keep, up_first)[0]

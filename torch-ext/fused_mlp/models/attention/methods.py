@@ -182,7 +182,9 @@ def _put(block: List[ast.stmt], group: List[_Call]) -> Tuple[str, ...]:
         replace(block[call.index], call.node, ast.IfExp(name, taken, call.node))
     owner, x = group[0].node.func.value, group[0].node.args[0]
     given = ast.Constant(names), copy.deepcopy(owner), copy.deepcopy(x)
-    made = ast.Assign([ast.Name(found, ast.Store())], made_call("projected", *given))
+    training = ast.Attribute(copy.deepcopy(owner), "training", ast.Load())
+    made = ast.BoolOp(ast.And(), [training, made_call("projected", *given)])
+    made = ast.Assign([ast.Name(found, ast.Store())], made)
     block.insert(block.index(first), made)
     for part in (part for statement in block for part in ast.walk(statement) if not hasattr(part, "lineno")):
         ast.copy_location(part, first)

@@ -17,9 +17,11 @@ _plain = shortcut.plain
 
 def projected(names: Tuple[str, ...], module: nn.Module, x: Any) -> List[Tensor]:
     """Return the results of a module's linear layers of one input, in reverse order, so that popping a result leaves no
-    reference here. Empty if the layers have to be called, or if that takes less host time."""
-    # Under no_grad too: a call in training mode gives the same bits as one that autograd records.
-    if not module.training or not isinstance(x, Tensor) or x.numel() < dispatch.LEAST_PROJECTED:
+    reference here. Empty if the layers have to be called, or if that takes less host time.
+
+    Only called in training mode, under no_grad too: such a call gives the same bits as one that autograd records.
+    """
+    if not isinstance(x, Tensor) or x.numel() < dispatch.LEAST_PROJECTED:
         return []
     found = _plain.projected(names, module, x)
     if found is None:

@@ -19,6 +19,7 @@ from typing import Any, Callable, Dict, Optional, Set, Tuple
 import torch
 from torch import nn
 
+from ...backends import native
 from ..reading import attributes
 from ..reading.attributes import FUSED, Written, as_written, method_in, state_of, written
 
@@ -38,6 +39,8 @@ def switch(module: nn.Module, methods: Dict[str, FunctionType]) -> None:
         weakref.finalize(bound, _gone, weakref.ref(module), name).atexit = False
     state[FUSED], state[_REPLICATE] = held, MethodType(_replicate, module)
     _told.clear()
+    if native.plain_modules is not None:
+        native.plain_modules.forget_left()
 
 
 _log = logging.getLogger("fused_mlp")

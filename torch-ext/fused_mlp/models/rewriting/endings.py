@@ -68,10 +68,11 @@ def _made(
     projection, *behind, norm = segment.names
     tree = copy.deepcopy(effects.readable(forward))
     given = [ast.Name(name, ast.Load()) for name in ("@plan", *forward.__code__.co_varnames[:3])]
+    given += [ast.Constant(1.0), ast.Constant(None), ast.Name("@operands", ast.Load())]
     plan = plans.made(forwards.LINEAR, (projection,), 0, behind=tuple(behind), last=norm)
     place = int(ast.get_docstring(tree, clean=False) is not None)
     tree.body[place:place] = [
-        ast.Assign([ast.Name(_FOUND, ast.Store())], made_call("ending", *given)),
+        ast.Assign([ast.Name(_FOUND, ast.Store())], made_call("block", *given)),
         ast.If(
             ast.Compare(ast.Name(_FOUND, ast.Load()), [ast.IsNot()], [ast.Constant(None)]),
             [ast.Return(ast.Name(_FOUND, ast.Load()))],
@@ -79,7 +80,9 @@ def _made(
         ),
     ]
     instead = Instead(as_written("forward", forward), rewriter.TRACED, None, None, False)
-    made = rewriter.method_of(tree, forward, {**NAMES, "@plan": plan}, instead, (), memory)
+    made = rewriter.method_of(
+        tree, forward, {**NAMES, "@plan": plan, "@operands": shortcut.OF_ENDING}, instead, (), memory
+    )
     _names[made] = segment.names
     split_mlps.seconds[made] = segment
     return made

@@ -141,7 +141,6 @@ def made_call(name: str, *arguments: ast.expr, named: Tuple[ast.keyword, ...] = 
 _CALLS = {
     "block": shortcut.block,
     "block of a module": blocks.block,
-    "ending": shortcut.ending,
     "split mlp": split_mlps.split_mlp,
     "split mlp of children": split_mlps.split_mlp_of_children,
     "finished": split_mlps.finished,

@@ -25,9 +25,6 @@ def block(
     """Run ``shortcut.block`` for a part that is an MLP."""
     if _plain is None:
         return None
-    is_off = not shortcut.is_grad_enabled() and (owner is None or owner.training)
-    if is_off and shortcut.is_as_recorded(owner, x, operands):
-        return shortcut.recorded_block(block, plan, owner, x, residual, factor, modulation, operands)
     found = _plain.block_of(split_mlps.wholes, plan, owner, x, residual, factor, modulation, operands)
     if type(found) is tuple:
         found = shortcut.of_operands(*found)

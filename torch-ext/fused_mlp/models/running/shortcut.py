@@ -64,9 +64,10 @@ if native.DEVICE_TYPE == "cpu":
     _parts.update({name: getattr(reference, name) for name in ("mlp", "gated_linear", "gated_mlp")})
 
 
-def _composed(pattern: Pattern, operands: Tuple[Any, ...]) -> Optional[Tensor]:
+def _composed(pattern: Pattern, operands: Tuple[Any, ...], is_as_recorded: bool = False) -> Optional[Tensor]:
     """Run an MLP part by part, given the operands of its op; None if its parts do not fit together."""
     x, *given, code = operands
+    product = reference.act_and_mul if is_as_recorded else _product
     weights, biases = given[: len(given) // 2], given[len(given) // 2 :]
     try:
         if not pattern.gated:
@@ -75,10 +76,10 @@ def _composed(pattern: Pattern, operands: Tuple[Any, ...]) -> Optional[Tensor]:
             if weights[0].size(0) % 2 != 0:  # it has no halves
                 return None
             weight, bias = (weights[1], biases[1]) if pattern.whole else (None, None)
-            return reference.packed_gated(x, weights[0], weight, biases[0], bias, code, pattern.up_first, _product)
+            return reference.packed_gated(x, weights[0], weight, biases[0], bias, code, pattern.up_first, product)
         if weights[0].size(0) != weights[1].size(0):
             return None
-        hidden = _product(F.linear(x, weights[0], biases[0]), F.linear(x, weights[1], biases[1]), code)
+        hidden = product(F.linear(x, weights[0], biases[0]), F.linear(x, weights[1], biases[1]), code)
         return F.linear(hidden, weights[2], biases[2]) if pattern.whole else hidden
     except RuntimeError:  # eager reports what is wrong with the operands
         return None
@@ -207,13 +208,11 @@ if plain is not None:
 
 Act = Union[nn.Module, Callable[[Tensor], Tensor]]
 Modulation = Optional[Tuple[Tensor, Optional[Tensor]]]  # scale and shift
-_NO_ACTIVATION = get_activation("linear").function
+OF_ENDING = (get_activation("linear").function,)  # the operands of a block with a single layer
 
 
 def fused(plan: Plan, module: Optional[nn.Module], x: Tensor, operands: Tuple[Any, ...] = ()) -> Optional[Tensor]:
     """Run a plan by compiled code if there is any, else by ``forwards``; None if no op takes it."""
-    if not is_grad_enabled() and (module is None or module.training) and is_as_recorded(module, x, operands):
-        return training.as_recorded(lambda given: fused(plan, module, given, operands), x)
     if plain is not None and not is_traced():  # Dynamo cannot trace compiled code
         found = plain.fused(plan, module, x, operands)
         if type(found) is tuple:
@@ -228,6 +227,12 @@ def fused(plan: Plan, module: Optional[nn.Module], x: Tensor, operands: Tuple[An
         if not has_known:  # otherwise the classes were learned when the model was fused
             learn(part_of(module, plan.act, operands))
             learn_layers(part_of(module, plan.projections, operands))
+    if not is_grad_enabled() and (module is None or module.training) and is_as_recorded(module, x, operands):
+        return training.as_recorded(lambda given: _by_python(plan, module, given, operands), x)
+    return _by_python(plan, module, x, operands)
+
+
+def _by_python(plan: Plan, module: Optional[nn.Module], x: Tensor, operands: Tuple[Any, ...]) -> Optional[Tensor]:
     projections, act, between = (part_of(module, part, operands) for part in (plan.projections, plan.act, plan.between))
     return forwards.fused(plan.pattern, x, projections, forms.row_of(act), between)
 
@@ -317,30 +322,22 @@ def block(
     The rows of the result are adjacent. The factor is a number or a per-feature scale. Like the scale and shift of a
     modulation, it applies to all rows or to consecutive groups of rows.
     """
-    if not is_grad_enabled() and (module is None or module.training) and is_as_recorded(module, x, operands):
-        return recorded_block(block, plan, module, x, residual, factor, modulation, operands)
     found = None if plain is None else plain.block(plan, module, x, residual, factor, modulation, operands)
     if type(found) is tuple:
         return of_operands(*found)
     return None if found is False else found
 
 
-def recorded_block(
-    compute: Callable[..., Any], plan: Plan, module: Any, x: Tensor, residual: Tensor, *rest: Any
-) -> Any:
-    """Run a block, by :func:`block` or a similar function, as autograd would record it."""
-    return training.as_recorded(lambda new: compute(plan, module, new, new if residual is x else residual, *rest), x)
-
-
 def ending(plan: Plan, module: nn.Module, x: Tensor, residual: Tensor) -> Optional[Tensor]:
     """Run ``last(behind(projection(x)) + residual)`` as one op; None if none takes it. The activation is an operand."""
-    return block(plan, module, x, residual, operands=(_NO_ACTIVATION,))
+    return block(plan, module, x, residual, operands=OF_ENDING)
 
 
 def of_operands(pattern: Pattern, operands: Tuple[Any, ...], dropout: Optional[float] = None) -> Optional[Tensor]:
     """Run the block whose operands compiled code returned; None if no op supports it.
 
-    ``dropout`` is given under autograd: the probability of active dropout after the MLP. The block is one node then.
+    ``dropout`` is given for a call that autograd records, or that must have the bits of one: the probability of active
+    dropout after the MLP. A recorded block is one node.
     """
     if dropout is None:
         return _packed_block(pattern, operands)
@@ -364,14 +361,19 @@ def of_operands(pattern: Pattern, operands: Tuple[Any, ...], dropout: Optional[f
             if not _are_halves(first, first_bias):
                 return None
     memory, keep = pattern.memory, None
+    is_recorded = is_grad_enabled()
     if len(given) > 2:
         if activation == training.NO_ACTIVATION:
             return None
+        if not is_recorded:
+            layers = (training.likened(x, given[0], memory), *layers[1:])
         keep = memory == training.KEPT or training.keeps(layers, memory)
         if keep and not given[0].requires_grad and training.is_first_frozen(*layers):
             return None
     try:
         given = (*layers, residual, weight, bias, (eps, code, activation, up_first, keep, dropout))
+        if not is_recorded:
+            return whole_blocks.pre_normed_alone(given) if residual is None else whole_blocks.post_normed_alone(given)
         return whole_blocks.pre_normed(*given) if residual is None else whole_blocks.post_normed(*given)[0]
     except RuntimeError:  # eager reports what is wrong with the operands
         return None
@@ -389,12 +391,16 @@ def _packed_block(pattern: Pattern, operands: Tuple[Any, ...]) -> Optional[Tenso
         return None
 
 
-def recorded_or_packed(pattern: Pattern, x: Tensor, *given: Any) -> Optional[Tensor]:
-    """Run an op, given the projections' parameters and the activation's code; None if no op supports it."""
+def recorded_or_packed(pattern: Pattern, recorded: bool, operands: Tuple[Any, ...]) -> Optional[Tensor]:
+    """Run an op, given x, the projections' parameters and the activation's code; None if no op supports it.
+
+    ``recorded``: autograd records the call, or the call must have the bits of one that is recorded.
+    """
+    x, *given = operands
     code, count = given[-1], len(given) // 2
     weights, biases, up_first = given[:count], given[count:-1], None
-    # Operands of a pattern that is not packed are returned only under autograd.
-    recorded = not pattern.packed or (training.is_recording() and _needs_gradient(x, *given[:-1]))
+    if recorded and not is_grad_enabled():
+        x = training.likened(x, weights[0], pattern.memory)
     if pattern.packed:
         if not _are_halves(weights[0], biases[0]):
             return None
@@ -419,13 +425,6 @@ def recorded_or_packed(pattern: Pattern, x: Tensor, *given: Any) -> Optional[Ten
 
 def _are_halves(weight: Tensor, bias: Optional[Tensor]) -> bool:
     return weight.size(0) % 2 == 0 and (bias is None or bias.shape == weight.shape[:1])
-
-
-def _needs_gradient(*given: Optional[Tensor]) -> bool:
-    for tensor in given:  # noqa: SIM110 (a generator costs more than the loop)
-        if tensor is not None and tensor.requires_grad:
-            return True
-    return False
 
 
 def learn_layers(projections: Iterable[nn.Module]) -> None:

@@ -93,13 +93,12 @@ def split_mlp_of_children(
     memory: str, owner: nn.Module, names: Tuple[str, str], x: Tensor, *rest: Any, **named: Any
 ) -> Any:
     """Run :func:`split_mlp` on the children of a module under these names."""
-    is_off = not shortcut.is_grad_enabled() and owner.training
     if _plain is not None:
-        given = () if named else rest
-        if is_off and shortcut.is_as_recorded(owner, x):
-            found = training.as_recorded(lambda new: _split_mlp_of_children(memory, owner, names, new, x, given), x)
-        else:
-            found = _split_mlp_of_children(memory, owner, names, x, x, given)
+        found = _plain.split_mlp(firsts, seconds, owner, names, x, () if named else rest)
+        if type(found) is tuple and type(found[0]) is Pattern:
+            pattern, *others = found
+            pattern = pattern if memory == training.KEPT else replace(pattern, memory=memory)
+            found = shortcut.of_operands(pattern, *others)
         if found is False and memory == training.KEPT:  # it does too little work for an op
             return None
         if found is not None and found is not False:
@@ -109,20 +108,6 @@ def split_mlp_of_children(
             return segment.rest(second, result, *rest, **named)
     second, first = (getattr(owner, name) for name in names)
     return split_mlp(memory, second, first, x, *rest, **named)
-
-
-def _split_mlp_of_children(
-    memory: str, owner: nn.Module, names: Tuple[str, str], x: Tensor, old: Tensor, rest: Tuple[Any, ...]
-) -> Any:
-    """Run two segments, or the MLP alone, returned with the second module and its segment; None if they are unknown.
-
-    ``old`` stands for x among the ``rest``.
-    """
-    found = _plain.split_mlp(firsts, seconds, owner, names, x, tuple([x if each is old else each for each in rest]))
-    if type(found) is not tuple or type(found[0]) is not Pattern:
-        return found
-    pattern, *others = found
-    return shortcut.of_operands(pattern if memory == training.KEPT else replace(pattern, memory=memory), *others)
 
 
 def split_mlp(memory: str, second: nn.Module, first: nn.Module, x: Tensor, *rest: Any, **named: Any) -> Any:
