@@ -9,7 +9,7 @@ namespace {
 // In the order of Settings.
 constexpr const char* kSettings[] = {"tensor",       "parameter",      "linear",       "dropout",
                                      "identity",     "gelu",           "function",     "builtin",
-                                     "method",       "module",         "module_list",  "call",
+                                     "method",       "partial",        "module",       "module_list",  "call",
                                      "mark",         "known",          "known_by",     "kernels",
                                      "composites",   "adapters",       "adapted",      "drops",
                                      "module_dict",  "linears",        "norms",        "ops",

@@ -17,11 +17,13 @@ struct Settings {
   PyObject* function;
   PyObject* builtin;
   PyObject* method;          // the class of bound methods
+  PyObject* partial;         // functools.partial
   PyObject* module;          // nn.Module
   PyObject* module_list;     // nn.ModuleList
   PyObject* call;            // torch's own nn.Module.__call__
   PyObject* mark;            // the attribute of fused modules; without it fused methods run the original
-  PyObject* known;           // by class of activation, of nn.GELU by `approximate`, or by function: (guards, code)
+  PyObject* known;           // by class of activation, of nn.GELU by `approximate`, or by function: (guards, code,
+                             // what an activation of the class may hold as its function, or None)
   PyObject* known_by;        // a function: the key in `known` of an activation returned by a method
   PyObject* kernels;         // a dictionary: by class of activation, the forward that kernelize puts into its modules
   PyObject* composites;      // a dictionary: the names of classes of activations that are several torch operations
@@ -113,6 +115,10 @@ struct Names {
   PyObject* layer_of_one_more = PyLong_FromSsize_t(static_cast<Py_ssize_t>(NormKind::kLayerOfOneMore));
   PyObject* rms_of_one_more = PyLong_FromSsize_t(static_cast<Py_ssize_t>(NormKind::kRmsOfOneMore));
   PyObject* approximate = PyUnicode_InternFromString("approximate");
+  PyObject* act = PyUnicode_InternFromString("act");
+  PyObject* partial_function = PyUnicode_InternFromString("func");
+  PyObject* arguments = PyUnicode_InternFromString("args");
+  PyObject* keywords = PyUnicode_InternFromString("keywords");
   PyObject* dtype = PyUnicode_InternFromString("dtype");
   PyObject* shape = PyUnicode_InternFromString("shape");
   PyObject* numel = PyUnicode_InternFromString("numel");
