@@ -230,7 +230,7 @@ def test_no_gradient_arrives(fused_mlp, device, name, adapted):
     fused = copy.deepcopy(model)
     fused_mlp.fuse_mlps(fused)
     ids = torch.randint(3, 60, (2, 9), device=device)
-    for path, part in model.named_modules():
+    for path, _ in model.named_modules():
         if not any(word in path for word in ("layers.1", "layer.1")) or "lora" in path:
             continue
         found = []
