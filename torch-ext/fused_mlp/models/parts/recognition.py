@@ -16,7 +16,7 @@ from ..proving.values import Dependency, holds
 from ..reading.attributes import children_of, name_of_class, of_call, parameters_of
 from .guards import Guards, guards_of
 
-# Classes whose instances compute a row of the table in any state; torch.nn.GELU is handled below.
+# Classes whose instances compute a row of the table in any state; torch.nn.GELU and _HOLDERS are handled below.
 _BY_CLASS: Dict[str, str] = {name: row.name for row in ACTIVATIONS for name in (*row.classes, *row.composites)}
 # Classes that compute it with several torch operations, by the name under which compiled code looks them up.
 COMPOSITES = {name.rpartition(".")[2]: True for row in ACTIVATIONS for name in row.composites}
