@@ -101,6 +101,12 @@ def without_parameters(part):
             return setattr(part, name, nn.Tanh())
 
 
+def held_function(part):
+    """Replaces the function that an activation holds, as transformers' GELUs do."""
+    if callable(vars(part).get("act")):
+        part.act = torch.tanh
+
+
 def parametrized(part):
     name, _ = next(part.named_parameters(recurse=False), (None, None))
     if name is not None:
@@ -131,6 +137,7 @@ CHANGES = {
     "who is trained": each_parameter(lambda part, name, parameter: parameter.requires_grad_(False)),
     "floats": floats,
     "a child": without_parameters,
+    "a function": held_function,
     "parametrization": parametrized,
     "pruning": pruned,
     "training mode": lambda part: setattr(part, "training", not part.training),

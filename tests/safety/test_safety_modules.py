@@ -7,6 +7,7 @@ from types import MethodType
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from transformers import activations
@@ -182,6 +183,26 @@ def test_a_child_is_changed(fused_mlp, device, way, change, act):
     model, fused = model.to(device), fused.to(device)
     assert not torch.allclose(model(x), before, atol=1e-3)
     assert_same(model, fused, x)
+
+
+HELD = {"gelu": F.gelu, "partial": partial(F.gelu, approximate="none"), "module": nn.ReLU()}
+
+
+@ways
+@pytest.mark.parametrize("in_python", [False, True])
+@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize("act", [activations.GELUActivation, activations.GELUTanh])
+def test_an_activation_holds_another_function(fused_mlp, device, way, act, held, in_python):
+    """transformers' GELUs call the function that they hold, and follow when another replaces it."""
+    model, fused = pair(fused_mlp, way, Gated(lambda: act(in_python)).to(device))
+    x = x_of(device)
+    if way == "fuse_mlps":
+        assert states(fused_mlp, fused) == {"fused"}
+    assert_same(model, fused, x)
+    for each in (model, fused):
+        del each.act_fn.act
+        each.act_fn.act = HELD[held]
+    assert_same(model, fused, x, tolerance=1e-6)
 
 
 def test_an_activation_of_a_kernel_that_is_wrapped(fused_mlp, device):

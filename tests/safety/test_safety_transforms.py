@@ -3,6 +3,7 @@
 import copy
 import sys
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -11,6 +12,8 @@ from torch.autograd.functional import jacobian
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vmap
 from torch.utils.checkpoint import checkpoint
 
+import mixtures
+import tiny_models
 from modules import Gated, Intermediate, PackedGated, Plain, TanhGelu
 from safety import KINDS, Blocks, assert_close, assert_same, fuse, kinds, llama, outcome, pair, ways, x_of
 
@@ -203,6 +206,43 @@ def test_what_watches_autograd(fused_mlp, device, way, watching):
     expected = outcome(model, x)
     with watching():
         assert_close(outcome(fused, x), expected)
+
+
+class NoGradient(torch.autograd.Function):
+    """As of an op without a derivative, the backward passes no gradient on."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+@pytest.mark.parametrize(("name", "adapted"), [("Llama", False), ("BERT", False), ("mixtral", True)])
+def test_no_gradient_arrives(fused_mlp, device, name, adapted):
+    """A parameter whose result gets no gradient has none either, so an optimizer leaves it alone."""
+    model = mixtures.build(name).to(device) if name in mixtures.MODELS else tiny_models.build(name, device)[0]
+    if adapted:
+        config = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
+        model = peft.get_peft_model(model, config)
+    fused = copy.deepcopy(model)
+    fused_mlp.fuse_mlps(fused)
+    ids = torch.randint(3, 60, (2, 9), device=device)
+    for path, _ in model.named_modules():
+        if not any(word in path for word in ("layers.1", "layer.1")) or "lora" in path:
+            continue
+        found = []
+        for each in (model, fused):
+            each.zero_grad()
+            hook = each.get_submodule(path).register_forward_hook(
+                lambda part, given, out: NoGradient.apply(out) if isinstance(out, torch.Tensor) else out
+            )
+            each(ids)[0].sum().backward()
+            hook.remove()
+            found.append([key for key, parameter in each.named_parameters() if parameter.grad is None])
+        assert found[0] == found[1], path
 
 
 @ways

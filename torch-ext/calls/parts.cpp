@@ -140,6 +140,26 @@ PyObject* active_dropout(PyObject* part, bool recording) {
   return plain ? p : nullptr;
 }
 
+// True if an activation that holds its function, as two classes of transformers do, holds one that its class sets: a
+// function of torch, with `approximate` "tanh" unless that is None, or a method. `held` are these three.
+Answer holds_own(PyObject* act, PyObject* state, PyObject* held) {
+  PyObject* const found = item(state, names().act);
+  if (found == nullptr) return PyErr_Occurred() ? kError : kNo;
+  PyObject *const function = PyTuple_GetItem(held, 0), *const approximate = PyTuple_GetItem(held, 1);
+  if (found == function) return answer(approximate == Py_None);
+  if (class_of(found) != settings.partial) {
+    const Owned method(bound_function(found, act));
+    return method || !PyErr_Occurred() ? answer(method.get() == PyTuple_GetItem(held, 2)) : kError;
+  }
+  const Answer same = has_attribute(found, names().partial_function, function);
+  const Owned arguments(PyObject_GetAttr(found, names().arguments)), options(PyObject_GetAttr(found, names().keywords));
+  if (same == kError || !arguments || !options) return kError;
+  PyObject* const option = item(options.get(), names().approximate);
+  const bool alone = option != nullptr && PyObject_Size(options.get()) == 1 && PyTuple_Size(arguments.get()) == 0;
+  if (!alone || same == kNo || approximate == Py_None) return PyErr_Occurred() ? kError : kNo;
+  return answer(PyUnicode_Check(option) && PyUnicode_CompareWithASCIIString(option, "tanh") == 0);
+}
+
 int64_t size_by_method(PyObject* tensor, PyObject* dimension) {
   const Owned size(PyObject_CallMethodObjArgs(tensor, names().size, dimension, nullptr));
   return size ? PyLong_AsSsize_t(size.get()) : -1;
@@ -224,8 +244,8 @@ PyObject* own_forward(PyObject* module, PyObject* state) {
   PyObject* const known = hook == nullptr ? nullptr : item(settings.device_hooks, class_of(hook));
   if (known == nullptr || kept == nullptr) return PyErr_Occurred() ? nullptr : own;
   const Owned function(PyObject_GetAttr(own, names().partial_function));
-  const Owned arguments(PyObject_GetAttr(own, names().partial_arguments));
-  const Owned keywords(PyObject_GetAttr(own, names().partial_keywords));
+  const Owned arguments(PyObject_GetAttr(own, names().arguments));
+  const Owned keywords(PyObject_GetAttr(own, names().keywords));
   if (!function || !arguments || !keywords) return nullptr;
   const bool calls_hook = PyTuple_Size(arguments.get()) == 1 && PyTuple_GetItem(arguments.get(), 0) == module &&
                           PyObject_Size(keywords.get()) == 0 &&
@@ -378,7 +398,8 @@ PyObject* known_activation(PyObject* act, bool recording) {
   }
   const bool plain =
       is_bare(act, state, recording, true) == kYes && hold(PyTuple_GetItem(known, 0), kind, state) == kYes;
-  return plain ? known : nullptr;
+  PyObject* const held = PyTuple_GetItem(known, 2);
+  return plain && (held == Py_None || holds_own(act, state, held) == kYes) ? known : nullptr;
 }
 
 Answer read_norm(PyObject* norm, Py_ssize_t features, PyObject* dtype, bool recording, PyObject* operands,

@@ -42,8 +42,8 @@ class Activation:
 
     The other fields serve ``models``. ``calls`` lists the functions that modules with this activation call, as pairs of
     owner and name; if one has been replaced, nothing is fused. ``spellings`` are other torch functions that compute it.
-    ``classes`` are the qualified names of classes that compute it with one torch function, whatever their attributes;
-    ``composites`` are those that use several functions.
+    ``classes`` are the qualified names of classes that compute it with one torch function, whatever their attributes,
+    except one that holds that function; ``composites`` are those that use several functions.
     """
 
     name: str

@@ -472,10 +472,13 @@ class _ActAndMul(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         gate, up, ctx.activation, ctx.implementation = inputs
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(gate, up if ctx.needs_input_grad[0] else None)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+    def backward(ctx, grad: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+        if grad is None:
+            return (None,) * 4
         gate, up = ctx.saved_tensors
         implementation = reference if training.is_gradient_seen(grad) else ctx.implementation
         if up is None and not (gate.is_contiguous() and grad.is_contiguous()):  # give it eager's strides

@@ -199,10 +199,13 @@ class _TokensToRows(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         _, skipped, _, _, rows, _, _, ctx.masked = inputs
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(skipped, rows)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+    def backward(ctx, grad: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+        if grad is None:
+            return (None,) * 8
         skipped, rows = ctx.saved_tensors
         of_slots = _of_slots(grad, skipped, rows, ctx.masked)
         return (of_slots.sum(1), *(None,) * 7)
@@ -235,10 +238,13 @@ class _RowsToTokens(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         values, weights, skipped, _, slots, rows, _, _, ctx.masked = inputs
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(values, weights, skipped, slots, rows)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+    def backward(ctx, grad: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+        if grad is None:
+            return (None,) * 9
         values, weights, skipped, slots, rows = ctx.saved_tensors
         wide, top_k = _wide(values), weights.shape[1]
         values_grad = weights_grad = None
@@ -267,10 +273,13 @@ class _PlusBias(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(inputs[3])
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+    def backward(ctx, grad: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+        if grad is None:
+            return (None,) * 4
         (offsets,) = ctx.saved_tensors
         ones = grad.new_ones((grad.shape[0], 8))  # 16 bytes a row, as torch's grouped GEMM requires
         if _takes_grouped_mm(ones, grad):
@@ -357,6 +366,7 @@ class _OfGroups(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
 
 
@@ -366,7 +376,9 @@ class _GroupedMm(_OfGroups):
         return (_mm_of_each if _is_mapped() else ops.grouped_mm)(rows, weight, offsets)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+    def backward(ctx, grad: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+        if grad is None:
+            return (None,) * 3
         rows, weight, offsets = ctx.saved_tensors
         rows_grad = weight_grad = None
         if ctx.needs_input_grad[0]:
@@ -384,7 +396,9 @@ class _GroupedOuter(_OfGroups):
         return (_outer_of_each if _is_mapped() else ops.grouped_outer)(a, b, offsets)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+    def backward(ctx, grad: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+        if grad is None:
+            return (None,) * 3
         a, b, offsets = ctx.saved_tensors
         a_grad = grouped_mm(b, grad.transpose(1, 2), offsets) if ctx.needs_input_grad[0] else None
         b_grad = grouped_mm(a, grad, offsets) if ctx.needs_input_grad[1] else None

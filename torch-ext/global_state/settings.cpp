@@ -9,8 +9,8 @@ namespace {
 // In the order of Settings.
 constexpr const char* kSettings[] = {
     "tensor",     "parameter",   "linear",       "dropout",        "identity",     "gelu",
-    "function",   "builtin",     "method",       "module",         "module_list",  "call",
-    "mark",       "known",       "known_by",     "kernels",        "device_hooks", "partial",
+    "function",   "builtin",     "method",       "partial",        "module",       "module_list",
+    "call",       "mark",        "known",        "known_by",       "kernels",      "device_hooks",
     "composites", "adapters",    "adapted",      "drops",          "module_dict",  "linears",
     "norms",      "ops",         "dtypes",       "float32",        "is_narrowed",  "on_device",
     "refusal",    "every_gpu",   "parts",        "least_recorded", "least_work",   "least_sum",

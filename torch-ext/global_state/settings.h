@@ -17,15 +17,16 @@ struct Settings {
   PyObject* function;
   PyObject* builtin;
   PyObject* method;          // the class of bound methods
+  PyObject* partial;         // functools.partial
   PyObject* module;          // nn.Module
   PyObject* module_list;     // nn.ModuleList
   PyObject* call;            // torch's own nn.Module.__call__
   PyObject* mark;            // the attribute of fused modules; without it fused methods run the original
-  PyObject* known;           // by class of activation, of nn.GELU by `approximate`, or by function: (guards, code)
+  PyObject* known;           // by class of activation, of nn.GELU by `approximate`, or by function: (guards, code,
+                             // what an activation of the class may hold as its function, or None)
   PyObject* known_by;        // a function: the key in `known` of an activation returned by a method
   PyObject* kernels;         // a dictionary: by class of activation, the forward that kernelize puts into its modules
   PyObject* device_hooks;    // by class of accelerate's hooks: guards, and the code that calls a hook
-  PyObject* partial;         // functools.partial
   PyObject* composites;      // a dictionary: the names of classes of activations that are several torch operations
   PyObject* adapters;        // by class of layers with adapters: attributes that must be unchanged
   PyObject* adapted;         // a function: computes layers, some of which have adapters (adapters.py)
@@ -51,13 +52,13 @@ struct Settings {
   PyObject* is_transformed;  // a function: whether torch.func transforms the call
   PyObject* quiet;           // functions that return something true if every call is observed
   PyObject* autocast;        // (whether it is enabled at all, whether it is for a device, its dtype there, the device)
-  PyObject* composed;        // a function of a pattern, operands, and whether the call is as recorded (modes.h): computes
-                             // them part by part; None if it cannot
-  PyObject* modes;           // (number of modes for torch functions, the mode of an index, class of those that
-                             // change nothing here, class of a context in which none intercepts anything)
-  PyObject* empty;           // dictionaries that are not empty if every call is observed
-  PyObject* unchanged;       // triples (owner, name, value): attributes that differ if every call is observed
-  PyObject* exchange;        // the arguments of configure_direct_calls()
+  PyObject* composed;   // a function of a pattern, operands, and whether the call is as recorded (modes.h): computes
+                        // them part by part; None if it cannot
+  PyObject* modes;      // (number of modes for torch functions, the mode of an index, class of those that
+                        // change nothing here, class of a context in which none intercepts anything)
+  PyObject* empty;      // dictionaries that are not empty if every call is observed
+  PyObject* unchanged;  // triples (owner, name, value): attributes that differ if every call is observed
+  PyObject* exchange;   // the arguments of configure_direct_calls()
   PyObject* is_negated;
   PyObject* empty_like;
   PyObject* is_profiled;
@@ -83,12 +84,9 @@ struct Names {
   PyObject* state = PyUnicode_InternFromString("__dict__");
   PyObject* call = PyUnicode_InternFromString("__call__");
   PyObject* forward = PyUnicode_InternFromString("forward");
-  // Of a module that accelerate hooks, and of the partial that is its forward.
+  // Of a module that accelerate hooks.
   PyObject* device_hook = PyUnicode_InternFromString("_hf_hook");
   PyObject* kept_forward = PyUnicode_InternFromString("_old_forward");
-  PyObject* partial_function = PyUnicode_InternFromString("func");
-  PyObject* partial_arguments = PyUnicode_InternFromString("args");
-  PyObject* partial_keywords = PyUnicode_InternFromString("keywords");
   PyObject* function_code = PyUnicode_InternFromString("__code__");
   PyObject* enter = PyUnicode_InternFromString("__enter__");
   PyObject* exit = PyUnicode_InternFromString("__exit__");
@@ -123,6 +121,10 @@ struct Names {
   PyObject* layer_of_one_more = PyLong_FromSsize_t(static_cast<Py_ssize_t>(NormKind::kLayerOfOneMore));
   PyObject* rms_of_one_more = PyLong_FromSsize_t(static_cast<Py_ssize_t>(NormKind::kRmsOfOneMore));
   PyObject* approximate = PyUnicode_InternFromString("approximate");
+  PyObject* act = PyUnicode_InternFromString("act");
+  PyObject* partial_function = PyUnicode_InternFromString("func");
+  PyObject* arguments = PyUnicode_InternFromString("args");
+  PyObject* keywords = PyUnicode_InternFromString("keywords");
   PyObject* dtype = PyUnicode_InternFromString("dtype");
   PyObject* shape = PyUnicode_InternFromString("shape");
   PyObject* numel = PyUnicode_InternFromString("numel");

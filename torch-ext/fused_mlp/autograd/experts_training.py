@@ -106,13 +106,16 @@ class _Experts(torch.autograd.Function):
         out, sorted_x, of_gate_up, *rank_rows = native.experts_training_forward(*given, factors, scalings, *form, keeps)
         # They belong to the node, if no hooks have to see what autograd saves: its backward may overwrite them.
         is_own = training._saved_tensors_hooks(False) is None
+        ctx.materialize_grads = False
         ctx.form, ctx.scalings, ctx.own = form, scalings, (of_gate_up, None) if is_own else None
         kept = sorted_x if keeps else None, None if is_own else of_gate_up, *rank_rows
         ctx.save_for_backward(x, weights, gate_up, down, *others[:-3], index, *kept)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+    def backward(ctx: Any, grad: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+        if grad is None:
+            return (None,) * (_OPERANDS + 3)
         *given, index, sorted_x, of_gate_up = ctx.saved_tensors[: _OPERANDS + 3]
         rank_rows = next(iter(ctx.saved_tensors[_OPERANDS + 3 :]), None)
         needs = ctx.needs_input_grad[:_OPERANDS]

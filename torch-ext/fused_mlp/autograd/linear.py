@@ -74,12 +74,14 @@ def run(x: Tensor, weight: Tensor, bias: Optional[Tensor], is_recorded: bool) ->
 class _Recorded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
-        needs = ctx.needs_input_grad
+        needs, ctx.materialize_grads = ctx.needs_input_grad, False
         ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None)
         return native.linear(x, weight, bias, training.NO_ACTIVATION)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+    def backward(ctx: Any, grad: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+        if grad is None:
+            return None, None, None
         x, weight = ctx.saved_tensors
         mm = torch.mm if training.is_gradient_seen(grad) else native.mm
         return training.gradients_of_layer(grad, x, weight, ctx.needs_input_grad, mm)

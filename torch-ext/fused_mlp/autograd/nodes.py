@@ -170,10 +170,11 @@ class _Edge(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.materialize_grads = False
         return tensor.new_empty(()).expand(tensor.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Optional[Tensor]) -> Optional[Tensor]:
         return grad
 
 

@@ -114,6 +114,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
         y, statistics = _plain_forward(*given)
+        ctx.materialize_grads = False
         _setup(ctx, given, statistics)
         return y
 

@@ -408,11 +408,14 @@ class _KnownLayer(torch.autograd.Function):
     def forward(
         ctx: Any, values: Tensor, x: Optional[Tensor], weight: Optional[Tensor], bias: Optional[Tensor]
     ) -> Tensor:
+        ctx.materialize_grads = False
         ctx.save_for_backward(x, weight)
         return values.view_as(values)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+    def backward(ctx: Any, grad: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+        if grad is None:
+            return None, None, None, None
         return (None, *gradients_of_layer(grad, *ctx.saved_tensors, ctx.needs_input_grad[1:], torch.mm))
 
 

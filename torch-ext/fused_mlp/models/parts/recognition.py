@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import FunctionType, MethodType
 from typing import Any, Callable, Dict, Optional, Tuple, Union
 
@@ -15,7 +16,7 @@ from ..proving.values import Dependency, holds
 from ..reading.attributes import children_of, name_of_class, of_call, parameters_of
 from .guards import Guards, guards_of
 
-# Classes whose instances compute a row of the table in any state; torch.nn.GELU is handled below.
+# Classes whose instances compute a row of the table in any state; torch.nn.GELU and _HOLDERS are handled below.
 _BY_CLASS: Dict[str, str] = {name: row.name for row in ACTIVATIONS for name in (*row.classes, *row.composites)}
 # Classes that compute it with several torch operations, by the name under which compiled code looks them up.
 COMPOSITES = {name.rpartition(".")[2]: True for row in ACTIVATIONS for name in row.composites}
@@ -24,6 +25,31 @@ COMPOSITES = {name.rpartition(".")[2]: True for row in ACTIVATIONS for name in r
 def is_composite(act: Any) -> bool:
     """True for a module of such a class."""
     return type(act).__name__ in COMPOSITES
+
+
+# Classes that hold their function as ``act``: torch's, the value of ``approximate`` in a partial of it or None, and the
+# name of the method that an option of theirs sets instead.
+_HOLDERS: Dict[str, Tuple[Callable, Optional[str], str]] = {
+    "transformers.activations.GELUActivation": (F.gelu, None, "_gelu_python"),
+    "transformers.activations.GELUTanh": (F.gelu, "tanh", "_gelu_tanh_python"),
+}
+Held = Tuple[Callable, Optional[str], Optional[FunctionType]]
+_held: Dict[type, Held] = {}  # the same for the classes of _HOLDERS seen so far, with methods for names
+
+
+def held_by(kind: type) -> Optional[Held]:
+    """Return what an unchanged instance of a known class may hold as ``act``; None if it does not matter."""
+    return _held.get(kind)
+
+
+def _holds_own(module: torch.nn.Module, held: Held) -> bool:
+    """The same as holds_own() of torch-ext/calls/parts.cpp."""
+    found, (function, approximate, method) = module.__dict__.get("act"), held
+    if type(found) is MethodType:
+        return found.__self__ is module and found.__func__ is method
+    if type(found) is functools.partial:
+        return found.func is function and not found.args and found.keywords == {"approximate": approximate}
+    return found is function and approximate is None
 
 
 # Functions and methods of optional packages that compute a row of the table.
@@ -151,6 +177,9 @@ def row_of_class(module: torch.nn.Module) -> Optional[str]:
     name = _BY_CLASS.get(name_of_class(kind))
     if name is not None and not torch.compiler.is_compiling():
         _classes[kind], _codes[kind] = name, getattr(getattr(kind, "forward", None), "__code__", None)
+        if name_of_class(kind) in _HOLDERS:
+            *torch_function, method = _HOLDERS[name_of_class(kind)]
+            _held[kind] = (*torch_function, getattr(kind, method, None))
     if name is not None or issubclass(kind, torch.jit.ScriptModule):  # a scripted class has no forward to look at
         return name
     return _written_out(kind.forward)
@@ -165,6 +194,8 @@ def _alteration(module: torch.nn.Module) -> Optional[str]:
         return "a patched class"
     if forward.__module__ != kind.__module__ and _written_out(forward) is None:
         return "a patched class"
+    if kind in _held and not _holds_own(module, _held[kind]):
+        return "another function as act"
     return of_call(module, kernelizable=True)
 
 

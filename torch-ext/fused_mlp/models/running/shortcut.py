@@ -9,7 +9,7 @@ functions are seen as they are at the call.
 
 from __future__ import annotations
 
-import functools
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Callable, Dict, Iterable, Optional, Sequence, Tuple, Union
 
@@ -43,8 +43,9 @@ _originals = {(owner, name): original for owner, name, original in refusals._ORI
 _CALL, _DROPOUT = _originals[nn.Linear, "__call__"], _originals[F, "dropout"]
 
 
-# Activations, by function or class, with the codes of their rows; those of torch.nn.GELU by its ``approximate``.
-_known: Dict[Any, Tuple[Guards, int]] = {}
+# Activations, by function or class, with the codes of their rows; those of torch.nn.GELU by its ``approximate``. The
+# last item is what modules of a class may hold as their function.
+_known: Dict[Any, Tuple[Guards, int, Optional[recognition.Held]]] = {}
 # Classes of activations with the kernel forwards that kernelize put into their modules; also classes of norms with
 # their fused forwards.
 _kernels: Dict[Tuple[type, Callable[..., Tensor]], bool] = {}
@@ -122,6 +123,7 @@ _settings = {
     "function": FunctionType,
     "builtin": BuiltinFunctionType,
     "method": MethodType,
+    "partial": partial,
     "module": nn.Module,
     "module_list": nn.ModuleList,
     "call": _CALL,
@@ -130,7 +132,6 @@ _settings = {
     "known_by": known_by,
     "kernels": _kernels,
     "device_hooks": device_hooks.KNOWN,
-    "partial": functools.partial,
     "composites": recognition.COMPOSITES,
     "adapters": adapters.CLASSES,
     "adapted": run_parts,
@@ -466,7 +467,7 @@ def learn(act: Act) -> None:
     if own is not None:
         _kernels[kind, own] = True
     if key not in _known:  # another thread may be reading the entry
-        _known[key] = guards, row.code
+        _known[key] = guards, row.code, recognition.held_by(kind)
 
 
 def know_kernel(kind: type, forward: FunctionType) -> None:
