@@ -234,6 +234,8 @@ WRONG = {
     "b as PEFT has it": ("gate_up_adapter.b must be [4, 48, 3]", lambda a, b: (a, b.permute(1, 2, 0))),
     "b of another rank": ("gate_up_adapter.b must be [4, 48, 3]", lambda a, b: (a, b[..., :-1])),
     "another dtype": ("gate_up_adapter.a", lambda a, b: (a.double(), b.double())),
+    "no scaling": ("gate_up_adapter.scaling must be a number, got NoneType", lambda a, b: (a, b, None)),
+    "dropout": ("gate_up_adapter must have neither bias nor dropout", lambda a, b: (a, b, 1.0, None, "0")),
 }
 
 
@@ -252,8 +254,8 @@ def test_bias_and_dropout_are_refused(fused_mlp, device):
     made = drawn(3, device=device)
     found = factors(made, 3)
     a, b = found["down_a"], found["down_b"].permute(2, 0, 1)
-    for more in ({"bias": b[0, :, 0]}, {"dropout": 0.1}):
-        with pytest.raises(ValueError, match="down_adapter must have neither bias nor dropout for experts"):
+    for more, got in (({"bias": b[0, :, 0]}, "a bias"), ({"dropout": 0.1}, "dropout = 0.1")):
+        with pytest.raises(ValueError, match=f"down_adapter must have neither bias nor dropout for experts, got {got}"):
             fused_mlp.experts_mlp(**made, down_adapter=fused_mlp.Adapter(a, b, **more))
 
 

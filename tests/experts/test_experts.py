@@ -84,7 +84,8 @@ def test_routings(fused_mlp, device, implementation, routing, dtype):
 
 
 def test_dtypes_of_the_routing(fused_mlp, device, implementation):
-    made = drawn(device=device)
+    made = drawn(experts=200, biases=True, device=device)  # more experts than int8 can name
+    made["top_k_index"][made["top_k_index"] > 99] = -1
     expected = check(fused_mlp, implementation, made)
     for index in (torch.int32, torch.int16, torch.int8):
         other = check(fused_mlp, implementation, made | {"top_k_index": made["top_k_index"].to(index)})
@@ -152,6 +153,9 @@ WRONG = [
     ({"down_bias": torch.ones(4, 33, device="meta")}, ValueError, "down_bias must be on the device of x"),
     ({"gated": False, "interleaved": True}, ValueError, "down_weight must be"),
     ({"limit": -1.0}, ValueError, "limit must be positive or None, got -1.0"),
+    ({"limit": "7"}, TypeError, "limit must be a number, got str"),
+    ({"up_offset": None}, TypeError, "up_offset must be a number, got NoneType"),
+    ({"gate_up_weight": None, "transposed": True}, TypeError, "gate_up_weight must be a tensor, got NoneType"),
     ({"transposed": True}, ValueError, r"gate_up_weight must be \[experts, in, out\]"),
     ({"activation": "nothing"}, ValueError, "activation must be .* got 'nothing'"),
 ]

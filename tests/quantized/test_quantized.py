@@ -444,6 +444,9 @@ def test_wrong_weights_of_fp8(fused_mlp, device, case):
     fused_mlp.linear(torch.randn(3, 64, device=device), weight)
     with pytest.raises((TypeError, ValueError), match=words):
         fused_mlp.linear(torch.randn(3, 64, device=device), weight._replace(**changes))
+    strided = weight._replace(data=weight.data.t().contiguous().t())
+    with pytest.raises(ValueError, match=r"weight.data must be contiguous .* got \[96, 64\] with strides \[1, 96\]"):
+        strided.dequantize()
     with pytest.raises(TypeError, match=r"weight must be a tensor \[out, in\]"):
         fused_mlp.QuantizedWeight.from_fp8(weight.data.view(-1), weight.scales)
 

@@ -48,12 +48,18 @@ class Routing(NamedTuple):
 
 def routing(index: Tensor, experts: int, masked: bool) -> Routing:
     """Sort the slots of ``index`` [T, K] by expert, and those of one expert by token."""
+    index = counted(index)
     skipped = (index < 0) | (index >= experts)
     sorted_experts, slots = torch.sort(torch.where(skipped, experts, index).flatten(), stable=True)
     rows = torch.empty_like(slots).scatter_(0, slots, torch.arange(slots.numel(), device=slots.device))
     numbers = torch.arange(experts, device=index.device, dtype=sorted_experts.dtype)
     offsets = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)
     return Routing(skipped, sorted_experts, slots, rows, offsets, index.shape[1], masked)
+
+
+def counted(index: Tensor) -> Tensor:
+    """Return ``index`` in a dtype that torch indexes by and that can name any number of experts, unlike int8."""
+    return index if index.dtype in (torch.int64, torch.int32) else index.int()
 
 
 def composed(
@@ -90,7 +96,7 @@ def traceable(
 ) -> Tensor:
     """Like :func:`composed`, in operations that support every derivative and any tensor subclass: every expert
     computes all tokens, and results that no token chose are masked out."""
-    wide = torch.promote_types(x.dtype, torch.float32)
+    index, wide = counted(index), torch.promote_types(x.dtype, torch.float32)
     columns = (lambda weight: weight) if form.transposed else (lambda weight: weight.transpose(-2, -1))
     out = x.new_zeros((x.shape[0], columns(down_weight).shape[-1]), dtype=wide)
 

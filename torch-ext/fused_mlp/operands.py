@@ -7,6 +7,7 @@ argument, the value it got and the value it needs.
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Optional, Tuple
 
 import torch
@@ -136,6 +137,9 @@ def check_experts_mlp(
                 raise OperandValueError(
                     f"{name}_bias must be [{experts}, {features}] to fit {name}_weight, got {shape_of(bias)}"
                 )
+    check_number("up_offset", up_offset)
+    if limit is not None:
+        check_number("limit", limit)
     if not gated and (interleaved or limit is not None or up_offset != 0):
         raise OperandValueError("interleaved, limit and up_offset must not be given if gated is False")
     if limit is not None and not limit > 0:
@@ -228,6 +232,11 @@ def check_like(x: Tensor, name: str, tensor: Tensor, may_be_wide: bool = False) 
     is_wide = may_be_wide and tensor.dtype == torch.float32
     if tensor.dtype != x.dtype and not is_wide and not autocasts(x):
         raise OperandTypeError(f"{name} must have the dtype of x, {x.dtype}, got {tensor.dtype}")
+
+
+def check_number(name: str, number: float) -> None:
+    if type(number) not in (float, int) and not isinstance(number, Real):
+        raise OperandTypeError(f"{name} must be a number, got {type(number).__name__}")
 
 
 def _check_projection(

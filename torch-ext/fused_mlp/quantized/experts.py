@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from .. import adapters, calls, dispatch, operands
 from ..autograd import training
 from ..backends import native, plans
-from ..experts import NO_ADAPTERS, Adapters, Form
+from ..experts import NO_ADAPTERS, Adapters, Form, counted
 from ..operands import OperandTypeError, OperandValueError, shape_of
 from .weights import check_parts
 
@@ -185,6 +185,7 @@ def _composed(given: Tuple[Any, ...], form: Form, given_adapters: Adapters = NO_
     x, index, weights, *stacks = given
     dtype = torch.get_autocast_dtype(x.device.type) if operands.autocasts(x) else x.dtype
     if x.is_cpu and given_adapters == NO_ADAPTERS and calls.pointwise_reason(index) is None and not _is_traced():
+        index = counted(index)
         chosen = torch.unique(index[(index >= 0) & (index < stacks[0].shape[0])])
         chosen = chosen if chosen.numel() > 0 else index.new_zeros(1)  # at least one expert is required
         places = torch.full((stacks[0].shape[0] + 1,), chosen.numel(), dtype=torch.int64)

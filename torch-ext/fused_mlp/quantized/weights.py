@@ -228,7 +228,11 @@ class QuantizedWeight(NamedTuple):
         given = operands_of(self)
         like = self.data.new_empty((), dtype=dtype)
         by_op = calls.pointwise_reason(self.data) is None and dispatch.is_native("quantized_decode", like)
-        return (native if by_op else reference).quantized_decode(*given, dtype)
+        try:
+            return (native if by_op else reference).quantized_decode(*given, dtype)
+        except RuntimeError:
+            _check(self.data, "weight", self)  # reports more than the op
+            raise
 
 
 AnyWeight = Union[Tensor, QuantizedWeight]
@@ -462,9 +466,10 @@ def check_parts(x: Tensor, name: str, weight: Any, wanted: Dict[str, Tuple[torch
             shape, block = tuple(weight.shape), weight.block
             axes = "[out, in]" if len(shape) == 2 else "[experts, out, in]"
             words = " x ".join(map(str, block)) if isinstance(block, tuple) else str(block)
+            strided = "" if tensor.is_contiguous() else f" with strides {list(tensor.stride())}"
             raise OperandValueError(
                 f"{name}.{part} must be contiguous with {count} elements to fit {axes} = {list(shape)} in blocks of "
-                f"{words}, got {shape_of(tensor)}"
+                f"{words}, got {shape_of(tensor)}{strided}"
             )
 
 
