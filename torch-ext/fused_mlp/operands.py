@@ -8,7 +8,7 @@ argument, the value it got and the value it needs.
 from __future__ import annotations
 
 from numbers import Real
-from typing import Optional, Tuple
+from typing import Any, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -200,8 +200,9 @@ def halves(both: Optional[Tensor], up_first: bool) -> Tuple[Optional[Tensor], Op
     return (second, first) if up_first else (first, second)
 
 
-def shape_of(tensor: Tensor) -> str:
-    return str(list(tensor.shape))
+def shape_of(tensor: Any) -> str:
+    """Return the shape of a tensor in words; of anything else the type."""
+    return str(list(tensor.shape)) if isinstance(tensor, Tensor) else type(tensor).__name__
 
 
 def _check_tensor(name: str, tensor: Tensor) -> None:
