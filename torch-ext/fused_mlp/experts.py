@@ -121,14 +121,15 @@ def traceable(
 
 
 def _activated(gate_up: Tensor, form: Form, act_and_mul: Pointwise) -> Tensor:
+    """Return what the second GEMM multiplies, in the dtype of ``gate_up``; autocast would square in float32."""
     if not form.gated:
-        return BY_CODE[form.activation].function(gate_up)
+        return BY_CODE[form.activation].function(gate_up).to(gate_up.dtype)
     gate, up = (gate_up[..., 0::2], gate_up[..., 1::2]) if form.interleaved else gate_up.chunk(2, dim=-1)
     if form.limit is not None:
         gate, up = gate.clamp(max=form.limit), up.clamp(min=-form.limit, max=form.limit)
     if form.up_offset != 0:
         up = up + form.up_offset
-    return act_and_mul(gate, up, form.activation)
+    return act_and_mul(gate, up, form.activation).to(gate_up.dtype)
 
 
 def _product(
