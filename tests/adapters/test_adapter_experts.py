@@ -31,7 +31,7 @@ def factors(made, rank, *, transposed=False, dtype=None, scale=1.0):
         weight = made[f"{name}_weight"]
         experts, out, width = (weight.mT if transposed else weight).shape
         made_as = {"device": weight.device, "dtype": dtype or weight.dtype}
-        found[f"{name}_a"] = torch.randn(experts, rank, width, **made_as) * scale * width**-0.5
+        found[f"{name}_a"] = torch.randn(experts, rank, width, **made_as) * scale * max(width, 1) ** -0.5
         found[f"{name}_b"] = torch.randn(out, rank, experts, **made_as) * scale * rank**-0.5
     return found
 
@@ -237,6 +237,14 @@ WRONG = {
     "no scaling": ("gate_up_adapter.scaling must be a number, got NoneType", lambda a, b: (a, b, None)),
     "dropout": ("gate_up_adapter must have neither bias nor dropout", lambda a, b: (a, b, 1.0, None, "0")),
 }
+
+
+def test_no_hidden_features(fused_mlp, device):
+    made = drawn(5, sizes=(16, 0, 8), dtype=torch.bfloat16, device=device)
+    found = {name: factor.requires_grad_() for name, factor in factors(made, 5).items()}
+    result = ours(fused_mlp, made | found)
+    result.sum().backward()
+    assert not result.any() and not any(factor.grad.any() for factor in found.values())
 
 
 @pytest.mark.parametrize("wrong", WRONG)

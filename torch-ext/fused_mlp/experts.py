@@ -175,7 +175,9 @@ def _takes_grouped_mm(rows: Tensor, weight: Tensor) -> bool:
     """
     if not rows.is_cuda or rows.dtype != torch.bfloat16 or torch.cuda.get_device_capability(rows.device) < (9, 0):
         return False
-    return weight.shape[-1] % 8 == 0 and all(_is_aligned(matrix) for matrix in (rows, weight))
+    if weight.shape[-1] % 8 != 0 or 0 in weight.shape:
+        return False
+    return all(_is_aligned(matrix) for matrix in (rows, weight))
 
 
 def _is_aligned(matrix: Tensor) -> bool:
