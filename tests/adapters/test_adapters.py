@@ -48,9 +48,9 @@ class Case:
             bias = draw(out) if chance.random() < 0.5 else None
             adapter = None
             if chance.random() < 0.8 or (place == 0 and self.op == "linear"):
-                rank = chance.choice((0, 1, 3, 4, 8, 16, 24, 64, 72))
+                rank = chance.choice((1, 3, 4, 8, 16, 24, 64, 72))
                 wide = self.dtype != torch.float32 and (seed % 3 == 0 if drops else chance.random() < 0.3)
-                made = [draw(rank, width_in) / width_in**0.5, draw(out, rank) / max(rank, 1) ** 0.5]
+                made = [draw(rank, width_in) / width_in**0.5, draw(out, rank) / rank**0.5]
                 lora_bias = draw(out) if chance.random() < 0.2 else None
                 made = [tensor if tensor is None or not wide else tensor.float() for tensor in (*made, lora_bias)]
                 adapter = [*made[:2], chance.choice((0.5, 1.0, 2.0, 0.3)), made[2], 0.0]
@@ -146,6 +146,17 @@ def assert_as_good(case, kernel):
 @pytest.mark.parametrize("seed", range(150))
 def test_values_and_gradients(fused_mlp, device, seed):
     assert_as_good(Case(device, seed), fused_mlp)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_rank_of_zero(fused_mlp, device, op, seed):
+    case = Case(device, seed, op)
+    case.activation = "silu"
+    for _, _, adapter in case.layers:
+        if adapter:
+            adapter[:2] = adapter[0][:0], adapter[1][:, :0]
+    assert_as_good(case, fused_mlp)
 
 
 @pytest.mark.parametrize("seed", range(100))
