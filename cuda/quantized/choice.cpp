@@ -115,14 +115,15 @@ bool takes_tiles(const CodedProblem& p, const Gpu& gpu) {
          kCodedBlock << std::min(p.weight.scale_shift, 16) >= tiled_block_k(p.coding);
 }
 
-// Scaled kernels have one scale for a block of 128 x 128, or one per row. They multiply by wgmma, and can use rows of a
-// in the layout in which the rounding reads them.
+// Scaled kernels have one scale for a block of 128 x 128, or one per row. They multiply by wgmma, can use rows of a in
+// the layout in which the rounding reads them, and read biases in pairs.
 bool takes_scaled(const CodedProblem& p, const Gpu& gpu) {
   constexpr int kTile = 128;
   constexpr int64_t kMost = std::numeric_limits<int>::max() / 2;
   if (p.coding != Coding::kFp8 || p.dtype == DType::kFloat32 || gpu.major != 9 || gpu.minor != 0) return false;
   if (p.m <= most_exact_rows(p.n, p.k) || p.n == 0 || p.k == 0 || p.n % 8 != 0 || p.k % 16 != 0) return false;
   if (std::max({p.m, p.n, p.k}) > kMost || !fits(p.a, p.m, p.k)) return false;
+  if (!aligned(p.epilogue.bias, 4) || !aligned(p.epilogue.up_bias, 4)) return false;
   const auto takes = [&](const CodedWeight& weight) {
     const bool whole = weight.scale_rows % kTile == 0 || weight.scale_rows >= p.n;
     const bool by_rows = weight.scale_rows == 1 && weight.scale_stride == 1;

@@ -31,7 +31,7 @@ def factors(made, rank, *, transposed=False, dtype=None, scale=1.0):
         weight = made[f"{name}_weight"]
         experts, out, width = (weight.mT if transposed else weight).shape
         made_as = {"device": weight.device, "dtype": dtype or weight.dtype}
-        found[f"{name}_a"] = torch.randn(experts, rank, width, **made_as) * scale * width**-0.5
+        found[f"{name}_a"] = torch.randn(experts, rank, width, **made_as) * scale * max(width, 1) ** -0.5
         found[f"{name}_b"] = torch.randn(out, rank, experts, **made_as) * scale * rank**-0.5
     return found
 
@@ -234,7 +234,17 @@ WRONG = {
     "b as PEFT has it": ("gate_up_adapter.b must be [4, 48, 3]", lambda a, b: (a, b.permute(1, 2, 0))),
     "b of another rank": ("gate_up_adapter.b must be [4, 48, 3]", lambda a, b: (a, b[..., :-1])),
     "another dtype": ("gate_up_adapter.a", lambda a, b: (a.double(), b.double())),
+    "no scaling": ("gate_up_adapter.scaling must be a number, got NoneType", lambda a, b: (a, b, None)),
+    "dropout": ("gate_up_adapter must have neither bias nor dropout", lambda a, b: (a, b, 1.0, None, "0")),
 }
+
+
+def test_no_hidden_features(fused_mlp, device):
+    made = drawn(5, sizes=(16, 0, 8), dtype=torch.bfloat16, device=device)
+    found = {name: factor.requires_grad_() for name, factor in factors(made, 5).items()}
+    result = ours(fused_mlp, made | found)
+    result.sum().backward()
+    assert not result.any() and not any(factor.grad.any() for factor in found.values())
 
 
 @pytest.mark.parametrize("wrong", WRONG)
@@ -252,8 +262,8 @@ def test_bias_and_dropout_are_refused(fused_mlp, device):
     made = drawn(3, device=device)
     found = factors(made, 3)
     a, b = found["down_a"], found["down_b"].permute(2, 0, 1)
-    for more in ({"bias": b[0, :, 0]}, {"dropout": 0.1}):
-        with pytest.raises(ValueError, match="down_adapter must have neither bias nor dropout for experts"):
+    for more, got in (({"bias": b[0, :, 0]}, "a bias"), ({"dropout": 0.1}, "dropout = 0.1")):
+        with pytest.raises(ValueError, match=f"down_adapter must have neither bias nor dropout for experts, got {got}"):
             fused_mlp.experts_mlp(**made, down_adapter=fused_mlp.Adapter(a, b, **more))
 
 

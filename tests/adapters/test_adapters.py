@@ -148,6 +148,17 @@ def test_values_and_gradients(fused_mlp, device, seed):
     assert_as_good(Case(device, seed), fused_mlp)
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_rank_of_zero(fused_mlp, device, op, seed):
+    case = Case(device, seed, op)
+    case.activation = "silu"
+    for _, _, adapter in case.layers:
+        if adapter:
+            adapter[:2] = adapter[0][:0], adapter[1][:, :0]
+    assert_as_good(case, fused_mlp)
+
+
 @pytest.mark.parametrize("seed", range(100))
 def test_dropout(fused_mlp, device, seed):
     """Dropout drops the same elements as PyTorch and draws as many random numbers."""

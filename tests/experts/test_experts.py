@@ -10,7 +10,7 @@ import torch
 
 import gemm_kernels
 import reference
-from expert_calls import CAPABILITY, GPT_OSS, ROUTINGS, check, drawn, dtypes, forms
+from expert_calls import CAPABILITY, GPT_OSS, ROUTINGS, check, drawn, dtypes, exact, forms
 from layouts import chunk, every_other_column, misaligned, transposed
 from reference import ACTIVATIONS
 
@@ -84,13 +84,27 @@ def test_routings(fused_mlp, device, implementation, routing, dtype):
 
 
 def test_dtypes_of_the_routing(fused_mlp, device, implementation):
-    made = drawn(device=device)
+    made = drawn(experts=200, biases=True, device=device)  # more experts than int8 can name
+    made["top_k_index"][made["top_k_index"] > 99] = -1
     expected = check(fused_mlp, implementation, made)
     for index in (torch.int32, torch.int16, torch.int8):
         other = check(fused_mlp, implementation, made | {"top_k_index": made["top_k_index"].to(index)})
         assert torch.equal(other, expected)
     for weights in (torch.float64, torch.bfloat16, torch.float16):
         check(fused_mlp, implementation, made | {"top_k_weights": made["top_k_weights"].to(weights)})
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_in_autocast(fused_mlp, device, activation, gated):
+    """On a GPU autocast squares in float32, but the second product takes the dtype of its weight."""
+    made = drawn(device=device)
+    if not gated:
+        made["gate_up_weight"] = made["gate_up_weight"][:, ::2]
+    with torch.autocast(device.type, torch.bfloat16), torch.no_grad():
+        result = fused_mlp.experts_mlp(**made, activation=activation, gated=gated)
+    expected = exact(made, activation, {"gated": gated})
+    assert (result - expected).norm() <= 0.03 * expected.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -152,6 +166,10 @@ WRONG = [
     ({"down_bias": torch.ones(4, 33, device="meta")}, ValueError, "down_bias must be on the device of x"),
     ({"gated": False, "interleaved": True}, ValueError, "down_weight must be"),
     ({"limit": -1.0}, ValueError, "limit must be positive or None, got -1.0"),
+    ({"limit": "7"}, TypeError, "limit must be a number, got str"),
+    ({"up_offset": None}, TypeError, "up_offset must be a number, got NoneType"),
+    ({"gate_up_weight": None, "transposed": True}, TypeError, "gate_up_weight must be a tensor, got NoneType"),
+    ({"top_k_index": [0], "transposed": True}, TypeError, "top_k_index must be a tensor, got list"),
     ({"transposed": True}, ValueError, r"gate_up_weight must be \[experts, in, out\]"),
     ({"activation": "nothing"}, ValueError, "activation must be .* got 'nothing'"),
 ]

@@ -47,6 +47,8 @@ TRAINED = [
     (260, 4, 130, (136, 72)),
     (200, 3, 4, (1000, 88)),
 ]
+PADDING = "autograd.padded_experts", "experts"
+
 # Experts that are padded with zeros
 FILLED = [(300, 3, 5, (203, 129)), (40, 2, 3, (8, 12)), (70, 2, 3, (33, 64)), (5, 1, 2, (3, 5))]
 
@@ -116,6 +118,16 @@ def test_trained_by_copies(fused_mlp, device, tokens, k, experts, sizes, form):
     check_trained(fused_mlp, made, calls=4, **form)
     leaf = {"x": made["x"].clone().requires_grad_()}
     assert "zero-padded copies" in fused_mlp.explain(fused_mlp.experts_mlp, **made | leaf, **form).reason
+
+
+@pytest.mark.parametrize("form", [form for form in forms() if "limit" not in form], ids=str)
+def test_padded_copies_are_contiguous(fused_mlp, form):
+    """F.pad keeps the strides of a view that it takes for channels_last, which no kernel could read."""
+    padded, experts = (importlib.import_module(f"{fused_mlp.__name__}.{name}") for name in PADDING)
+    made = {name: operand.mT.contiguous().mT for name, operand in drawn(sizes=(33, 65, 33), **form).items()}
+    layout = (form.get(name, name == "gated") for name in ("gated", "interleaved", "transposed"))
+    filled = padded.filled((*made.values(), None, None), experts.Form(0, *layout, None, 0.0))
+    assert all(operand.is_contiguous() for operand in filled[3:5])
 
 
 @hopper

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+import expert_calls
 import fuzz
 import fuzz_changes
 import machine
@@ -77,6 +78,24 @@ def gradients(function, operands, wanted, layout):
         grad = grad.transpose(0, -1).contiguous().transpose(0, -1)
     found = torch.autograd.grad(result, [given[name] for name in wanted], grad)
     return {"result": result.detach(), **dict(zip(wanted, found, strict=True))}
+
+
+def test_any_call_of_experts(fused_mlp, device, implementation):
+    """Values are right for random forms, dtypes of the index, layouts, biases, and more experts than int8 can name."""
+    draw = random.Random(torch.initial_seed())
+    forms = list(expert_calls.forms())
+    for _ in range(12):
+        form, dtype = draw.choice(forms), draw.choice(DTYPES)
+        sizes = tuple(draw.choice([1, 3, 8, 17, 32]) for _ in range(3))
+        counts = draw.choice([0, 1, 7, 40]), draw.randint(1, 4), draw.choice([1, 3, 130])
+        options = {"dtype": dtype, "device": device, "biases": draw.random() < 0.5}
+        made = expert_calls.drawn(*counts, sizes, **options, **form)
+        for name in ("x", *list(made)[3:]):
+            made[name] = draw.choice([*LAYOUTS, torch.clone])(made[name])
+        index = made["top_k_index"]
+        narrow = draw.choice([torch.int64, torch.int32, torch.int16, torch.int8])
+        made["top_k_index"] = torch.where(index > 127, -1, index).to(narrow)
+        expert_calls.check(fused_mlp, implementation, made, draw.choice(ACTIVATIONS), **form)
 
 
 @pytest.mark.parametrize("seed", range(30))

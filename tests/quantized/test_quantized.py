@@ -1,5 +1,6 @@
 """Functions with quantised weights, against float64 over the decoded weights, and bitsandbytes' own results."""
 
+import functools
 import random
 import sys
 
@@ -190,6 +191,8 @@ def test_weights_of_gptq(fused_mlp, device, checkpoint, checkpoint_format):
         assert torch.equal(found.dequantize(), wanted)
     with pytest.raises(ValueError, match="contiguous groups"):
         fused_mlp.QuantizedWeight.from_gptq(*given, groups.flip(0))
+    with pytest.raises(TypeError, match=r"g_idx must be a tensor \[in\] or None, got list"):
+        fused_mlp.QuantizedWeight.from_gptq(*given, groups.tolist())
     with pytest.raises(ValueError, match="checkpoint_format must be gptq or gptq_v2, got 'marlin'"):
         fused_mlp.QuantizedWeight.from_gptq(*given, checkpoint_format="marlin")
     with pytest.raises(ValueError, match="with out = 24"):
@@ -207,6 +210,10 @@ def test_weights_of_awq(fused_mlp, checkpoint):
         fused_mlp.QuantizedWeight.from_awq(qweight.float(), qzeros, scales)
     with pytest.raises(ValueError, match="with out = 24"):
         fused_mlp.QuantizedWeight.from_awq(qweight, qzeros[:, :2], scales)
+    with pytest.raises(TypeError, match=r"qzeros must be a torch.int32 tensor .*, got str"):
+        fused_mlp.QuantizedWeight.from_awq(qweight, "qzeros", scales)
+    with pytest.raises(ValueError, match=r"qweight must be .* with an even in, got \[127, 3\]"):
+        fused_mlp.QuantizedWeight.from_awq(qweight[1:], qzeros, scales)
 
 
 # Values and gradients.
@@ -415,6 +422,9 @@ WRONG = {
     "scales": ({"scales": torch.zeros(96, dtype=torch.bfloat16)}, "weight.scales must be a tensor of torch.float32"),
     "data": ({"data": None}, "weight.data must be a tensor of torch.uint8, got NoneType"),
     "nested": ({"nested_scales": torch.zeros(1)}, "weight must have both nested_scales and nested_code, or neither"),
+    "text": ({"shape": "x"}, r"weight.shape must be \[out, in\], and both block sizes positive, got x"),
+    "no block": ({"block": None}, "weight.shape must be .* block = None"),
+    "offset": ({"offset": "1"}, "weight.offset must be a number, got str"),
 }
 
 
@@ -423,8 +433,12 @@ def test_wrong_weights(fused_mlp, device, case):
     changes, words = WRONG[case]
     changes = {name: each.to(device) if isinstance(each, torch.Tensor) else each for name, each in changes.items()}
     x, (weight, *_) = gated(fused_mlp, device)
-    with pytest.raises((TypeError, ValueError), match=words):
-        fused_mlp.linear(x, weight._replace(**changes))
+    wrong = weight._replace(**changes)
+    for use in (functools.partial(fused_mlp.linear, x, wrong), wrong.dequantize):
+        if use == wrong.dequantize and case == "width":  # fits itself, but not x
+            continue
+        with pytest.raises((TypeError, ValueError), match=words):
+            use()
 
 
 WRONG_FP8 = {
@@ -432,6 +446,8 @@ WRONG_FP8 = {
     "scales": ({"scales": torch.ones(2, 1)}, r"weight.scales must be contiguous with 1 elements .* blocks of 96 x 64"),
     "dtype": ({"scales": torch.ones(1).half()}, "weight.scales must be a tensor of torch.float32, got torch.float16"),
     "block": ({"block": 128}, "weight.block a pair of rows and columns"),
+    "block of text": ({"block": ("a", 1)}, "weight.block a pair of rows and columns"),
+    "divisor": ({"divisor": None}, "weight.divisor must be positive"),
     "nested": ({"nested_scales": torch.zeros(1)}, "weight must have neither nested_scales nor nested_code"),
 }
 
@@ -444,8 +460,12 @@ def test_wrong_weights_of_fp8(fused_mlp, device, case):
     fused_mlp.linear(torch.randn(3, 64, device=device), weight)
     with pytest.raises((TypeError, ValueError), match=words):
         fused_mlp.linear(torch.randn(3, 64, device=device), weight._replace(**changes))
-    with pytest.raises(TypeError, match=r"weight must be a tensor \[out, in\]"):
-        fused_mlp.QuantizedWeight.from_fp8(weight.data.view(-1), weight.scales)
+    strided = weight._replace(data=weight.data.t().contiguous().t())
+    with pytest.raises(ValueError, match=r"weight.data must be contiguous .* got \[96, 64\] with strides \[1, 96\]"):
+        strided.dequantize()
+    for other, got in ((weight.data.view(-1), r"\[6144\]"), (3.0, "float")):
+        with pytest.raises(TypeError, match=rf"weight must be a tensor \[out, in\], got {got}"):
+            fused_mlp.QuantizedWeight.from_fp8(other, weight.scales)
 
 
 def test_what_is_no_weight_of_bitsandbytes(fused_mlp, device):

@@ -301,12 +301,17 @@ def test_errors(fused_mlp, device):
     for name, weight in wrong.items():
         with pytest.raises((TypeError, ValueError), match=f"gate_up_weight.*{name}"):
             fused_mlp.experts_mlp(**given | {"gate_up_weight": weight})
+        if name in ("format", "data", "shape"):
+            with pytest.raises((TypeError, ValueError), match=f"weight.*{name}"):
+                weight.dequantize()
     with pytest.raises(ValueError, match="transposed"):
         fused_mlp.experts_mlp(**given, transposed=True)
     with pytest.raises(ValueError, match="in = "):
         fused_mlp.experts_mlp(**given | {"x": given["x"][:, :64]})
     with pytest.raises(TypeError, match="blocks"):
         fused_mlp.QuantizedStack.from_mxfp4(good.data[0], good.scales)
+    with pytest.raises(TypeError, match=r"blocks must be .* got NoneType"):
+        fused_mlp.QuantizedStack.from_mxfp4(None, good.scales)
 
 
 @pytest.mark.parametrize("format", FORMATS)

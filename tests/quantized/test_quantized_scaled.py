@@ -112,6 +112,17 @@ class Call:
         assert largest <= 3 * largest_of_own + 1e-3, (largest, largest_of_own)
 
 
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_misaligned_biases(ops, device, function):
+    """The kernels read biases in pairs; if a pair is not aligned, other ones take the call."""
+    call = Call(function, torch.randn(200, 256, device=device).bfloat16(), (256, 136), (128, 128), True)
+    call.check(ops)
+    call.biases = [misaligned(bias) for bias in call.biases]
+    assert "scaled" not in call.kernels(ops)
+    norm, _ = errors(call.run(ops), call.reference())
+    assert norm <= 1e-2
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_random_shapes(ops, device, dtype, function):

@@ -17,7 +17,7 @@ from . import calls, dispatch, drawn
 from .activations import BY_CODE, get_activation
 from .autograd import nodes, training
 from .backends import native
-from .operands import OperandTypeError, OperandValueError, check_like, halves, shape_of
+from .operands import OperandTypeError, OperandValueError, check_like, check_number, halves, shape_of
 from .quantized import weights as quantized
 from .quantized.weights import AnyWeight, QuantizedWeight
 
@@ -166,6 +166,8 @@ def check(name: str, adapter: Adapter, weight: AnyWeight, x: Tensor) -> None:
         )
     if adapter.bias is not None and adapter.bias.shape != (features,):
         raise OperandValueError(f"{name}.bias must be [{features}] to fit its weight, got {shape_of(adapter.bias)}")
+    check_number(f"{name}.scaling", adapter.scaling)
+    check_number(f"{name}.dropout", adapter.dropout)
     if not 0.0 <= adapter.dropout <= 1.0:
         raise OperandValueError(f"{name}.dropout must be a probability, from 0 to 1, got {adapter.dropout}")
 
@@ -178,7 +180,8 @@ def check_of_experts(
         if adapter is None:
             continue
         if isinstance(adapter, Adapter) and (adapter.bias is not None or adapter.dropout != 0.0):
-            raise OperandValueError(f"{name} must have neither bias nor dropout for experts")
+            got = "a bias" if adapter.bias is not None else f"dropout = {adapter.dropout}"
+            raise OperandValueError(f"{name} must have neither bias nor dropout for experts, got {got}")
         of_each = weight.transpose(1, 2) if transposed else weight
         check(name, adapter, of_each, x)
 
@@ -370,10 +373,10 @@ def _over_packed(
 
 
 def _are_of(layers: Layers, dtype: torch.dtype) -> bool:
-    """True if all adapters have this dtype."""
+    """True if all adapters have this dtype, and a rank."""
     for layer in layers:
         adapter = None if layer is None else layer.adapter
-        if adapter is not None and adapter.a.dtype is not dtype:
+        if adapter is not None and (adapter.a.dtype is not dtype or adapter.a.shape[0] == 0):
             return False
     return True
 
@@ -411,6 +414,8 @@ def refusal(x: Tensor, layers: Layers) -> Optional[str]:
     reason = calls.pointwise_reason(x, *layers.tensors)
     if reason is not None:
         return reason
+    if any(layer is not None and layer.adapter is not None and layer.adapter.a.shape[0] == 0 for layer in layers):
+        return "an adapter of rank 0"
     like = x if not calls.autocasts(x) else x.new_empty((), dtype=torch.get_autocast_dtype(x.device.type))
     return None if dispatch.select(layers.op, like) is native else dispatch.reasoned(layers.op, like)[1]
 

@@ -182,7 +182,8 @@ def experts_by_a_kernel(*arguments: Any) -> Optional[Tensor]:
 
 def _short_experts(given: Sequence[Optional[Tensor]], form: experts.Form) -> Optional[Tensor]:
     """``_by_op``, unless the parts may be faster: many rows of transposed weights, or a GPU that needs a time model."""
-    if form.transposed and native.has_many_rows(given[1], given[3]):
+    stored = given[1], given[3]
+    if form.transposed and all(isinstance(each, Tensor) for each in stored) and native.has_many_rows(*stored):
         return None
     if is_plainly_recorded("experts_mlp", given) is not False or native.chooses_experts(given[0]):
         return None

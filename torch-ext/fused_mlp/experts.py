@@ -48,12 +48,18 @@ class Routing(NamedTuple):
 
 def routing(index: Tensor, experts: int, masked: bool) -> Routing:
     """Sort the slots of ``index`` [T, K] by expert, and those of one expert by token."""
+    index = counted(index)
     skipped = (index < 0) | (index >= experts)
     sorted_experts, slots = torch.sort(torch.where(skipped, experts, index).flatten(), stable=True)
     rows = torch.empty_like(slots).scatter_(0, slots, torch.arange(slots.numel(), device=slots.device))
     numbers = torch.arange(experts, device=index.device, dtype=sorted_experts.dtype)
     offsets = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)
     return Routing(skipped, sorted_experts, slots, rows, offsets, index.shape[1], masked)
+
+
+def counted(index: Tensor) -> Tensor:
+    """Return ``index`` in a dtype that torch indexes by and that can name any number of experts, unlike int8."""
+    return index if index.dtype in (torch.int64, torch.int32) else index.int()
 
 
 def composed(
@@ -90,7 +96,7 @@ def traceable(
 ) -> Tensor:
     """Like :func:`composed`, in operations that support every derivative and any tensor subclass: every expert
     computes all tokens, and results that no token chose are masked out."""
-    wide = torch.promote_types(x.dtype, torch.float32)
+    index, wide = counted(index), torch.promote_types(x.dtype, torch.float32)
     columns = (lambda weight: weight) if form.transposed else (lambda weight: weight.transpose(-2, -1))
     out = x.new_zeros((x.shape[0], columns(down_weight).shape[-1]), dtype=wide)
 
@@ -115,14 +121,15 @@ def traceable(
 
 
 def _activated(gate_up: Tensor, form: Form, act_and_mul: Pointwise) -> Tensor:
+    """Return what the second GEMM multiplies, in the dtype of ``gate_up``; autocast would square in float32."""
     if not form.gated:
-        return BY_CODE[form.activation].function(gate_up)
+        return BY_CODE[form.activation].function(gate_up).to(gate_up.dtype)
     gate, up = (gate_up[..., 0::2], gate_up[..., 1::2]) if form.interleaved else gate_up.chunk(2, dim=-1)
     if form.limit is not None:
         gate, up = gate.clamp(max=form.limit), up.clamp(min=-form.limit, max=form.limit)
     if form.up_offset != 0:
         up = up + form.up_offset
-    return act_and_mul(gate, up, form.activation)
+    return act_and_mul(gate, up, form.activation).to(gate_up.dtype)
 
 
 def _product(
@@ -168,7 +175,9 @@ def _takes_grouped_mm(rows: Tensor, weight: Tensor) -> bool:
     """
     if not rows.is_cuda or rows.dtype != torch.bfloat16 or torch.cuda.get_device_capability(rows.device) < (9, 0):
         return False
-    return weight.shape[-1] % 8 == 0 and all(_is_aligned(matrix) for matrix in (rows, weight))
+    if weight.shape[-1] % 8 != 0 or 0 in weight.shape:
+        return False
+    return all(_is_aligned(matrix) for matrix in (rows, weight))
 
 
 def _is_aligned(matrix: Tensor) -> bool:

@@ -7,7 +7,8 @@ argument, the value it got and the value it needs.
 
 from __future__ import annotations
 
-from typing import Optional, Tuple
+from numbers import Real
+from typing import Any, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -136,6 +137,9 @@ def check_experts_mlp(
                 raise OperandValueError(
                     f"{name}_bias must be [{experts}, {features}] to fit {name}_weight, got {shape_of(bias)}"
                 )
+    check_number("up_offset", up_offset)
+    if limit is not None:
+        check_number("limit", limit)
     if not gated and (interleaved or limit is not None or up_offset != 0):
         raise OperandValueError("interleaved, limit and up_offset must not be given if gated is False")
     if limit is not None and not limit > 0:
@@ -196,8 +200,9 @@ def halves(both: Optional[Tensor], up_first: bool) -> Tuple[Optional[Tensor], Op
     return (second, first) if up_first else (first, second)
 
 
-def shape_of(tensor: Tensor) -> str:
-    return str(list(tensor.shape))
+def shape_of(tensor: Any) -> str:
+    """Return the shape of a tensor in words; of anything else the type."""
+    return str(list(tensor.shape)) if isinstance(tensor, Tensor) else type(tensor).__name__
 
 
 def _check_tensor(name: str, tensor: Tensor) -> None:
@@ -228,6 +233,11 @@ def check_like(x: Tensor, name: str, tensor: Tensor, may_be_wide: bool = False) 
     is_wide = may_be_wide and tensor.dtype == torch.float32
     if tensor.dtype != x.dtype and not is_wide and not autocasts(x):
         raise OperandTypeError(f"{name} must have the dtype of x, {x.dtype}, got {tensor.dtype}")
+
+
+def check_number(name: str, number: float) -> None:
+    if type(number) not in (float, int) and not isinstance(number, Real):
+        raise OperandTypeError(f"{name} must be a number, got {type(number).__name__}")
 
 
 def _check_projection(

@@ -178,6 +178,7 @@ struct AdaptedLayers {
     check_weight(layer.weight, "weight", in, x);
     check_bias(layer.bias, "bias", layer.weight, x);
     if (!layer.a) return;
+    STD_TORCH_CHECK(layer.rank() > 0, "an adapter must have a rank of at least 1");
     check_weight(*layer.a, "a", in, x);
     check_weight(*layer.b, "b", layer.rank(), x);
     STD_TORCH_CHECK(layer.b->size(0) == layer.weight.size(0), "b must be [out, rank]");

@@ -26,13 +26,13 @@ def filled(given: Sequence[Optional[Tensor]], form: experts.Form) -> Tuple[Optio
     """Return the padded operands. The first columns of their result are the result of the call."""
     x, index, weights, gate_up, down, gate_up_bias, down_bias = given
     features, hidden = _lacking(given, form)
-    parts = 2 if form.gated and not form.interleaved else 1
+    parts = 2 if form.gated and not form.interleaved else 1  # contiguous: F.pad may take such views for channels_last
     of_part = 2 * hidden if form.interleaved else hidden
     if form.transposed:
-        gate_up = F.pad(gate_up.unflatten(2, (parts, -1)), (0, of_part, 0, 0, 0, features)).flatten(2)
+        gate_up = F.pad(gate_up.unflatten(2, (parts, -1)), (0, of_part, 0, 0, 0, features)).contiguous().flatten(2)
         down = F.pad(down, (0, features, 0, hidden))
     else:
-        gate_up = F.pad(gate_up.unflatten(1, (parts, -1)), (0, features, 0, of_part)).flatten(1, 2)
+        gate_up = F.pad(gate_up.unflatten(1, (parts, -1)), (0, features, 0, of_part)).contiguous().flatten(1, 2)
         down = F.pad(down, (0, hidden, 0, features))
     if gate_up_bias is not None:
         gate_up_bias = F.pad(gate_up_bias.unflatten(1, (parts, -1)), (0, of_part)).flatten(1)

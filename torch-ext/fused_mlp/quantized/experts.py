@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from .. import adapters, calls, dispatch, operands
 from ..autograd import training
 from ..backends import native, plans
-from ..experts import NO_ADAPTERS, Adapters, Form
+from ..experts import NO_ADAPTERS, Adapters, Form, counted
 from ..operands import OperandTypeError, OperandValueError, shape_of
-from .weights import check_parts
+from .weights import are_counts, check_parts
 
 FORMATS = ("fp8", "mxfp4")
 _MX_BLOCK = 32
@@ -61,7 +61,8 @@ class QuantizedStack(NamedTuple):
     def from_fp8(cls, weight: Tensor, scales: Tensor, block: Tuple[int, int] = (128, 128)) -> QuantizedStack:
         """Return a stack of float8_e4m3fn values ``[experts, out, in]`` that shares the memory of both arguments."""
         _check_tensors(weight, scales, "weight must be a tensor [experts, out, in]", 3)
-        return cls(weight.detach(), scales.detach(), tuple(weight.shape), "fp8", tuple(block))
+        block = tuple(block) if isinstance(block, list) else block
+        return cls(weight.detach(), scales.detach(), tuple(weight.shape), "fp8", block)
 
     @classmethod
     def from_mxfp4(cls, blocks: Tensor, scales: Tensor) -> QuantizedStack:
@@ -77,6 +78,7 @@ class QuantizedStack(NamedTuple):
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weights ``[experts, out, in]``: value times scale in float32, rounded to ``dtype`` once."""
+        _check_stack(self.data, "weight", self)
         if calls.pointwise_reason(self.data) is None and self.data.is_cuda and native.DEVICE_TYPE == "cuda":
             like = self.data.new_empty((), dtype=dtype)
             if dispatch.is_native("decoded_experts", like):
@@ -185,6 +187,7 @@ def _composed(given: Tuple[Any, ...], form: Form, given_adapters: Adapters = NO_
     x, index, weights, *stacks = given
     dtype = torch.get_autocast_dtype(x.device.type) if operands.autocasts(x) else x.dtype
     if x.is_cpu and given_adapters == NO_ADAPTERS and calls.pointwise_reason(index) is None and not _is_traced():
+        index = counted(index)
         chosen = torch.unique(index[(index >= 0) & (index < stacks[0].shape[0])])
         chosen = chosen if chosen.numel() > 0 else index.new_zeros(1)  # at least one expert is required
         places = torch.full((stacks[0].shape[0] + 1,), chosen.numel(), dtype=torch.int64)
@@ -299,11 +302,10 @@ def _check_stack(x: Tensor, name: str, weight: QuantizedStack) -> None:
     if weight.format not in FORMATS:
         raise OperandValueError(f"{name}.format must be one of {', '.join(FORMATS)}, got {weight.format!r}")
     shape, block = tuple(weight.shape), weight.block
-    is_pair = isinstance(block, tuple) and len(block) == 2 and all(type(each) is int for each in block)
-    if len(shape) != 3 or min(shape) < 0 or not is_pair or min(block) < 1:
+    if not are_counts(shape, 3, 0) or not are_counts(block, 2, 1):
         raise OperandValueError(
             f"{name}.shape must be [experts, out, in], and {name}.block a pair of rows and columns, got "
-            f"{list(shape)}, block = {block}"
+            f"{list(shape)}, block = {block!r}"
         )
     experts, out, width = shape
     is_mx = weight.format == "mxfp4"

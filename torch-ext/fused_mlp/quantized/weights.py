@@ -18,7 +18,7 @@ from .. import calls, dispatch
 from ..activations import get_activation
 from ..autograd import training
 from ..backends import native, reference
-from ..operands import OperandTypeError, OperandValueError, shape_of
+from ..operands import OperandTypeError, OperandValueError, check_number, shape_of
 
 # Values of the four-bit formats by code. NF4 values are quantiles of a normal distribution; FP4 has a sign, two
 # exponent bits and one mantissa bit.
@@ -193,6 +193,8 @@ class QuantizedWeight(NamedTuple):
         if checkpoint_format not in ("gptq", "gptq_v2"):
             raise OperandValueError(f"checkpoint_format must be gptq or gptq_v2, got {checkpoint_format!r}")
         width, groups = qweight.shape[0] * 8, scales.shape[0]
+        if g_idx is not None and not isinstance(g_idx, Tensor):
+            raise OperandTypeError(f"g_idx must be a tensor [in] or None, got {type(g_idx).__name__}")
         if g_idx is not None and not torch.equal(g_idx.int(), _groups(width, groups, g_idx)):
             raise OperandValueError("g_idx must have contiguous groups, got those of an act-order checkpoint")
         zeros = _values_of(qzeros, range(8)) + (1 if checkpoint_format == "gptq" else 0)
@@ -205,6 +207,8 @@ class QuantizedWeight(NamedTuple):
         ``qweight`` is int32 ``[in, out / 8]``, ``qzeros`` int32 ``[groups, out / 8]``, ``scales`` ``[groups, out]``.
         """
         _check_words(qweight, qzeros, scales, "[in, out / 8]")
+        if qweight.shape[0] % 2 != 0:
+            raise OperandValueError(f"qweight must be [in, out / 8] with an even in, got {shape_of(qweight)}")
         values = _values_of(qweight, _AWQ_ORDER).t()
         data = values[:, ::2] | values[:, 1::2] << 4
         return cls.from_int4(data.contiguous(), scales.t(), _values_of(qzeros, _AWQ_ORDER).t())
@@ -225,10 +229,14 @@ class QuantizedWeight(NamedTuple):
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight as a tensor ``[out, in]``: code times scale in float32, rounded to ``dtype`` once."""
-        given = operands_of(self)
-        like = self.data.new_empty((), dtype=dtype)
-        by_op = calls.pointwise_reason(self.data) is None and dispatch.is_native("quantized_decode", like)
-        return (native if by_op else reference).quantized_decode(*given, dtype)
+        try:
+            given = operands_of(self)
+            like = self.data.new_empty((), dtype=dtype)
+            by_op = calls.pointwise_reason(self.data) is None and dispatch.is_native("quantized_decode", like)
+            return (native if by_op else reference).quantized_decode(*given, dtype)
+        except Exception:
+            _check(self.data, "weight", self)  # names what is wrong
+            raise
 
 
 AnyWeight = Union[Tensor, QuantizedWeight]
@@ -282,7 +290,7 @@ def _block_of(shape: Tuple[int, int], scales: Tensor, block: Tuple[int, int]) ->
         return 1, max(1, width)
     if isinstance(scales, Tensor) and scales.numel() == 1:
         return max(1, out), max(1, width)
-    return tuple(block)
+    return tuple(block) if isinstance(block, list) else block
 
 
 def of_state(weight: Tensor, state: Any, offset: float) -> QuantizedWeight:
@@ -377,13 +385,14 @@ def _check(x: Tensor, name: str, weight: QuantizedWeight) -> None:
     if weight.format in BLOCKED:
         _check_blocked(x, name, weight)
         return
-    shape, block = weight.shape, weight.block
-    if len(shape) != 2 or min(shape) < 0 or not isinstance(block, int) or block < 1 or weight.nested_block < 1:
+    shape, blocks = weight.shape, (weight.block, weight.nested_block)
+    if not are_counts(shape, 2, 0) or not are_counts(blocks, 2, 1):
         raise OperandValueError(
-            f"{name}.shape must be [out, in], and both block sizes positive, got {list(shape)}, "
-            f"block = {block} and nested_block = {weight.nested_block}"
+            f"{name}.shape must be [out, in], and both block sizes positive, got {shape}, "
+            f"block = {weight.block!r} and nested_block = {weight.nested_block!r}"
         )
-    is_nested, blocks = weight.nested_scales is not None, -(-weight.numel() // block)
+    check_number(f"{name}.offset", weight.offset)
+    is_nested, blocks = weight.nested_scales is not None, -(-weight.numel() // weight.block)
     if is_nested != (weight.nested_code is not None):
         raise OperandValueError(f"{name} must have both nested_scales and nested_code, or neither")
     wanted = {
@@ -395,19 +404,24 @@ def _check(x: Tensor, name: str, weight: QuantizedWeight) -> None:
     check_parts(x, name, weight, dict(list(wanted.items())[: 4 if is_nested else 2]))
 
 
+def are_counts(numbers: Any, count: int, least: int) -> bool:
+    """True for a tuple or list of ``count`` integers, each at least ``least``."""
+    is_list = isinstance(numbers, (tuple, list)) and len(numbers) == count
+    return is_list and all(isinstance(each, (int, torch.SymInt)) and each >= least for each in numbers)
+
+
 def _check_blocked(x: Tensor, name: str, weight: QuantizedWeight) -> None:
     shape, block = weight.shape, weight.block
-    is_pair = isinstance(block, tuple) and len(block) == 2
-    if len(shape) != 2 or min(shape) < 0 or not is_pair or min(block) < 1:
+    if not are_counts(shape, 2, 0) or not are_counts(block, 2, 1):
         raise OperandValueError(
-            f"{name}.shape must be [out, in], and {name}.block a pair of rows and columns, got {list(shape)}, "
-            f"block = {block}"
+            f"{name}.shape must be [out, in], and {name}.block a pair of rows and columns, got {shape}, "
+            f"block = {block!r}"
         )
     if not (weight.nested_scales is None and weight.nested_code is None):
         raise OperandValueError(f"{name} must have neither nested_scales nor nested_code in {weight.format}")
-    if weight.divisor < 1 or (weight.format == "int4" and shape[1] % 2 != 0):
+    if not are_counts((weight.divisor,), 1, 1) or (weight.format == "int4" and shape[1] % 2 != 0):
         raise OperandValueError(
-            f"{name}.divisor must be positive, and in even for int4, got {weight.divisor} and {list(shape)}"
+            f"{name}.divisor must be positive, and in even for int4, got {weight.divisor!r} and {list(shape)}"
         )
     if weight.format == TILES:
         _check_tiles(x, name, weight)
@@ -462,9 +476,10 @@ def check_parts(x: Tensor, name: str, weight: Any, wanted: Dict[str, Tuple[torch
             shape, block = tuple(weight.shape), weight.block
             axes = "[out, in]" if len(shape) == 2 else "[experts, out, in]"
             words = " x ".join(map(str, block)) if isinstance(block, tuple) else str(block)
+            strided = "" if tensor.is_contiguous() else f" with strides {list(tensor.stride())}"
             raise OperandValueError(
                 f"{name}.{part} must be contiguous with {count} elements to fit {axes} = {list(shape)} in blocks of "
-                f"{words}, got {shape_of(tensor)}"
+                f"{words}, got {shape_of(tensor)}{strided}"
             )
 
 
