@@ -35,8 +35,8 @@ namespace fused_mlp {
 //     name of a child of the module, or the index of an operand. Under autograd, if the parts are faster than the op,
 //     the result of torch's functions. Otherwise under autograd, or if gate and up are packed and the op cannot be
 //     called directly, (whether autograd records, the op's operands: x, weights, then biases, of which any may be None,
-//     and the activation's code). None if the result is unknown, or if something called raised RuntimeError. In training
-//     mode under no_grad(), here and below, as if autograd recorded.
+//     and the activation's code). None if the result is unknown, or if something called raised RuntimeError. In
+//     training mode under no_grad(), here and below, as if autograd recorded.
 //   normed(norm, x) -> Tensor | tuple | None
 //     The result of a norm of a known class that is being called: hooks are not checked. Its op's operands if autograd
 //     records or torch's dispatcher has more to do. None if its own code has to run.
