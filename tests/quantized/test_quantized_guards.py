@@ -482,7 +482,7 @@ def test_left_to_python(fused_mlp, device, format, change):
     layer, answer = compiled_answer(fused_mlp, device, format)
     assert answer() is not None
     change(layer)
-    assert answer() is None
+    assert not isinstance(answer(), torch.Tensor)
 
 
 @pytest.mark.parametrize(("format", "name"), [("nf4", "matmul_4bit"), ("int8", "matmul"), ("int8 of torchao", None)])

@@ -170,8 +170,7 @@ def test_a_changed_hook_runs(fused_mlp, device, monkeypatch, change):
 def test_a_hook_class_that_was_wrapped_before(fused_mlp, device, monkeypatch):
     """A wrapper that copies the names of what it wraps is no original, even if it is the first to be seen."""
     device_hooks = importlib.import_module(f"{fused_mlp.__name__}.models.reading.device_hooks")
-    monkeypatch.setattr(device_hooks, "KNOWN", {})
-    device_hooks._is_known.cache_clear()
+    monkeypatch.delitem(device_hooks.KNOWN, AlignDevicesHook, raising=False)
     post = AlignDevicesHook.post_forward
     monkeypatch.setattr(AlignDevicesHook, "post_forward", functools.wraps(post)(doubled(post)))
     model, ids = llama(device)
@@ -179,8 +178,7 @@ def test_a_hook_class_that_was_wrapped_before(fused_mlp, device, monkeypatch):
     fused = copy.deepcopy(model)
     fused_mlp.fuse_mlps(fused)
     assert_same(model, fused, ids)
-    monkeypatch.undo()
-    device_hooks._is_known.cache_clear()
+    assert device_hooks.KNOWN.pop(AlignDevicesHook) is None
 
 
 @ways

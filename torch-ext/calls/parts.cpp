@@ -241,8 +241,15 @@ PyObject* own_forward(PyObject* module, PyObject* state) {
   PyObject* const own = item(state, names().forward);
   if (own == nullptr || class_of(own) != settings.partial) return own;
   PyObject *const hook = item(state, names().device_hook), *const kept = item(state, names().kept_forward);
-  PyObject* const known = hook == nullptr ? nullptr : item(settings.device_hooks, class_of(hook));
-  if (known == nullptr || kept == nullptr) return PyErr_Occurred() ? nullptr : own;
+  if (hook == nullptr || kept == nullptr) return PyErr_Occurred() ? nullptr : own;
+  PyObject* known = item(settings.device_hooks, class_of(hook));
+  if (known == nullptr) {
+    const Owned read(PyErr_Occurred() ? nullptr
+                                      : PyObject_CallFunctionObjArgs(settings.known_hook, class_of(hook), nullptr));
+    if (!read) return nullptr;
+    known = read.get();  // the dictionary keeps it
+  }
+  if (known == Py_None) return own;
   const Owned function(PyObject_GetAttr(own, names().partial_function));
   const Owned arguments(PyObject_GetAttr(own, names().arguments));
   const Owned keywords(PyObject_GetAttr(own, names().keywords));

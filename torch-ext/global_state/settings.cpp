@@ -8,17 +8,19 @@ namespace {
 
 // In the order of Settings.
 constexpr const char* kSettings[] = {
-    "tensor",     "parameter",   "linear",       "dropout",        "identity",     "gelu",
-    "function",   "builtin",     "method",       "partial",        "module",       "module_list",
-    "call",       "mark",        "known",        "known_by",       "kernels",      "device_hooks",
-    "composites", "adapters",    "adapted",      "drops",          "module_dict",  "linears",
-    "norms",      "ops",         "dtypes",       "float32",        "is_narrowed",  "on_device",
-    "refusal",    "every_gpu",   "parts",        "least_recorded", "least_work",   "least_sum",
-    "least_norm", "blocks",      "is_inference", "is_transformed", "quiet",        "autocast",
-    "composed",   "modes",       "empty",        "unchanged",      "exchange",     "is_negated",
-    "empty_like", "is_profiled", "handles",      "shares",         "work_of_many", "saved_tensors_hooks",
-    "layout",     "edges",       "quantised",    "codes",          "offsets",      "few_rows",
-    "most_rows"};
+    "tensor",         "parameter",   "linear",       "dropout",      "identity",
+    "gelu",           "function",    "builtin",      "method",       "partial",
+    "module",         "module_list", "call",         "mark",         "known",
+    "known_by",       "kernels",     "device_hooks", "known_hook",   "composites",
+    "adapters",       "adapted",     "drops",        "module_dict",  "linears",
+    "norms",          "ops",         "dtypes",       "float32",      "is_narrowed",
+    "on_device",      "refusal",     "every_gpu",    "parts",        "least_recorded",
+    "least_work",     "least_sum",   "least_norm",   "blocks",       "is_inference",
+    "is_transformed", "quiet",       "autocast",     "composed",     "modes",
+    "empty",          "unchanged",   "exchange",     "is_negated",   "empty_like",
+    "is_profiled",    "handles",     "shares",       "work_of_many", "saved_tensors_hooks",
+    "layout",         "edges",       "quantised",    "codes",        "offsets",
+    "few_rows",       "most_rows"};
 static_assert(sizeof(Settings) == sizeof(kSettings));
 
 const Names* made_names = nullptr;

@@ -26,7 +26,8 @@ struct Settings {
                              // what an activation of the class may hold as its function, or None)
   PyObject* known_by;        // a function: the key in `known` of an activation returned by a method
   PyObject* kernels;         // a dictionary: by class of activation, the forward that kernelize puts into its modules
-  PyObject* device_hooks;    // by class of accelerate's hooks: guards, and the code that calls a hook
+  PyObject* device_hooks;    // by class of accelerate's hooks: guards, and the code that calls a hook; or None
+  PyObject* known_hook;      // a function of such a class: reads it into that dictionary
   PyObject* composites;      // a dictionary: the names of classes of activations that are several torch operations
   PyObject* adapters;        // by class of layers with adapters: attributes that must be unchanged
   PyObject* adapted;         // a function: computes layers, some of which have adapters (adapters.py)

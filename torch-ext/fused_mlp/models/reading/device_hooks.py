@@ -9,7 +9,7 @@ or move results.
 from __future__ import annotations
 
 import functools
-import inspect
+import sys
 from types import CodeType, FunctionType
 from typing import Any, Dict, Optional, Tuple
 
@@ -30,8 +30,8 @@ _DIGESTS = {
 _OWN = (("offload", False), ("io_same_device", False), ("no_grad",), ("pre_forward",), ("post_forward",))
 
 # By class of hooks: the guards (parts/guards.py) under which a hook only moves arguments, and the code of the function
-# in the partial. Compiled code reads this.
-KNOWN: Dict[type, Tuple[Tuple[Any, ...], CodeType]] = {}
+# in the partial; None for other classes. Compiled code reads this.
+KNOWN: Dict[type, Optional[Tuple[Tuple[Any, ...], CodeType]]] = {}
 _calls: Dict[CodeType, bool] = {}
 
 
@@ -43,13 +43,21 @@ def place_of(module: Any, state: Dict[str, Any], name: str) -> str:
 def is_plain(module: Any, state: Dict[str, Any]) -> bool:
     """True if the forward in the dict of a module only moves arguments before it calls the one that it keeps."""
     hook = state.get(_HOOK)
-    if not _is_called(module, state) or not _is_known(type(hook)):
+    found = known(type(hook)) if _is_called(module, state) else None
+    if found is None:
         return False
-    (unchanged, own, _), code = KNOWN[type(hook)]
+    (unchanged, own, _), code = found
     held = object.__getattribute__(hook, "__dict__")
     has_own = all(held.get(name) is (value[0] if value else None) for name, *value in own)
     is_unchanged = all(getattr(owner, name) is value for owner, name, value in unchanged)
     return has_own and is_unchanged and state["forward"].func.__code__ is code
+
+
+def known(kind: type) -> Optional[Tuple[Tuple[Any, ...], CodeType]]:
+    """Return what :data:`KNOWN` says of a class of hooks, which is read once."""
+    if kind not in KNOWN:
+        KNOWN[kind] = _read(kind)
+    return KNOWN[kind]
 
 
 def _is_called(module: Any, state: Dict[str, Any]) -> bool:
@@ -59,35 +67,34 @@ def _is_called(module: Any, state: Dict[str, Any]) -> bool:
         return False
     if len(call.args) != 1 or call.args[0] is not module or call.keywords:
         return False
-    code = call.func.__code__
+    return _is_call(call.func.__code__) and call.func.__globals__.get("__name__") == _HOME
+
+
+def _is_call(code: CodeType) -> bool:
     if code not in _calls:
         _calls[code] = digests.digest([code]) == _DIGEST_OF_CALL
-    return _calls[code] and call.func.__globals__.get("__name__") == _HOME
+    return _calls[code]
 
 
-@functools.cache  # also for classes that are unknown
-def _is_known(kind: type) -> bool:
-    if kind.__module__ == _HOME and kind.__qualname__ == "AlignDevicesHook":
-        home = inspect.getmodule(kind)
-        methods = [getattr(kind, name) for name in ("pre_forward", "post_forward")]
-        codes = map(_code_of, (*methods, home.send_to_device))
-        call = _call_in(home.add_hook_to_module)
-        if digests.digest(codes) in _DIGESTS and call is not None:
-            looked_up = (home, "send_to_device", home.send_to_device), (kind, "no_grad", False)
-            unchanged = tuple((kind, each.__name__, each) for each in methods)
-            KNOWN[kind] = ((*unchanged, *looked_up), _OWN, ()), call
-    return kind in KNOWN
+def _read(kind: type) -> Optional[Tuple[Tuple[Any, ...], CodeType]]:
+    home = sys.modules.get(_HOME)
+    if home is None or kind is not getattr(home, "AlignDevicesHook", None):
+        return None
+    methods = [getattr(kind, name) for name in ("pre_forward", "post_forward")]
+    digest = digests.digest(map(_code_of, (*methods, home.send_to_device)))
+    adds = _code_of(home.add_hook_to_module)
+    inner = (each for each in (adds.co_consts if adds is not None else ()) if type(each) is CodeType)
+    call = next(filter(_is_call, inner), None)
+    if digest not in _DIGESTS or call is None:
+        return None
+    looked_up = (home, "send_to_device", home.send_to_device), (kind, "no_grad", False)
+    return ((*((kind, each.__name__, each) for each in methods), *looked_up), _OWN, ()), call
 
 
-def _code_of(function: FunctionType) -> Optional[CodeType]:
+def _code_of(function: Any) -> Optional[CodeType]:
     """Return the code inside accelerate's and Dynamo's own wrappers; None if other code wraps it."""
     while getattr(function, "__globals__", {}).get("__name__", "").startswith(("accelerate.", "torch._dynamo.")):
         if not hasattr(function, "__wrapped__"):
             return function.__code__
         function = function.__wrapped__
     return None
-
-
-def _call_in(function: FunctionType) -> Optional[CodeType]:
-    """Return the code of the function in the partial that accelerate's ``add_hook_to_module`` makes."""
-    return next((each for each in function.__code__.co_consts if _calls.get(each) is True), None)

@@ -132,6 +132,7 @@ _settings = {
     "known_by": known_by,
     "kernels": _kernels,
     "device_hooks": device_hooks.KNOWN,
+    "known_hook": device_hooks.known,
     "composites": recognition.COMPOSITES,
     "adapters": adapters.CLASSES,
     "adapted": run_parts,
