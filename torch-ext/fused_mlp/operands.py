@@ -236,8 +236,9 @@ def check_like(x: Tensor, name: str, tensor: Tensor, may_be_wide: bool = False) 
 
 
 def check_number(name: str, number: float) -> None:
-    is_plain = type(number) in (float, int) or torch.compiler.is_compiling()  # Dynamo cannot trace the rest
-    if not is_plain and not isinstance(number, Real):
+    if torch.compiler.is_compiling():  # the type of a traced number is unknown
+        return
+    if type(number) not in (float, int) and not isinstance(number, Real):
         raise OperandTypeError(f"{name} must be a number, got {type(number).__name__}")
 
 
