@@ -262,6 +262,16 @@ def test_a_first_layer_with_a_hook_is_checked_in_compiled_code_only(fused_mlp, d
     assert len(called) == 2
 
 
+@pytest.mark.parametrize("kind", [Plain, Gated])
+def test_a_dtype_that_no_op_supports_is_seen_in_compiled_code_only(fused_mlp, device, monkeypatch, kind):
+    module, fused = (each.double() for each in fused_pair(fused_mlp, kind(), device))
+    shortcut = sys.modules[f"{fused_mlp.__name__}.models.running.shortcut"]
+    monkeypatch.setattr(shortcut, "_has_known", lambda *_: pytest.fail("asked in Python"))
+    x = x_of(device).double()
+    with torch.no_grad():
+        assert torch.equal(fused(x), module(x))
+
+
 def called_within(names, call):
     """Returns the names of Python functions called inside functions of the given names."""
     found, open_frames = [], []

@@ -240,6 +240,12 @@ PyObject* dtype_taken(PyObject* x) {
   return nullptr;
 }
 
+bool is_of_other_dtype(PyObject* x) {
+  if (class_of(x) != settings.tensor || PyObject_Size(settings.blocks) != 1 || is_autocasting() != kNo) return false;
+  const Owned dtype(PyObject_GetAttr(x, names().dtype));
+  return dtype && PySequence_Contains(settings.dtypes, dtype.get()) == 0;
+}
+
 PyObject* dtype_followed(PyObject* x) {
   const bool alike = is_as_recorded(), may_be = alike || aoti_torch_grad_mode_is_enabled();
   if (class_of(x) != settings.tensor || !may_be || PyObject_Size(settings.blocks) != 1) return nullptr;

@@ -505,6 +505,7 @@ PyObject* py_fused(PyObject* given) {
   const PastModes modes;
   const AsRecorded as_recorded(state_of_first(of[1], of[3]));
   if (modes.said() != kYes) return nullptr;
+  if (is_of_other_dtype(of[2])) return PyBool_FromLong(false);  // Python would find the same
   PyObject* const plan = of[0];
   Owner owner;
   Few projections, between;

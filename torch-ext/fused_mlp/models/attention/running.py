@@ -41,7 +41,9 @@ def rotated(callee: Any, q: Any, k: Any, cos: Any, sin: Any) -> Sequence[Tensor]
 
 def _rotated(callee: Any, q: Any, k: Any, cos: Any, sin: Any) -> Optional[Sequence[Tensor]]:
     guards = rotary.known.get(rotary.key_of(callee))
-    if guards is None or not (_plain.is_undisturbed() and _plain.are_unchanged(guards.unchanged)):
+    if guards is None or type(q) not in PLAIN_TENSORS or not dispatch.is_native("rotary", q):
+        return None
+    if not (_plain.is_undisturbed() and _plain.are_unchanged(guards.unchanged)):
         return None
     if isinstance(callee, nn.Module) and not _plain.is_bare(callee):
         return None
@@ -49,7 +51,7 @@ def _rotated(callee: Any, q: Any, k: Any, cos: Any, sin: Any) -> Optional[Sequen
         if type(tensor) not in PLAIN_TENSORS or tensor.dtype != q.dtype or tensor.device != q.device:
             return None
     is_laid_out = q.dim() == k.dim() == 4 and q.stride(3) == 1 and k.stride(3) == 1
-    if not is_laid_out or cos.requires_grad or sin.requires_grad or not dispatch.is_native("rotary", q):
+    if not is_laid_out or cos.requires_grad or sin.requires_grad:
         return None
     try:
         return attention.rotated(q, k, cos, sin)

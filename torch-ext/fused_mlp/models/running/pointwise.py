@@ -19,9 +19,11 @@ def pays(act: Callable[[Tensor], Tensor], *values: Any) -> bool:
     gate = values[-1]
     if type(gate) is not Tensor or is_traced() or dispatch.is_small_product(gate):
         return False
-    if forms.row_of(act) is None or getattr(act, "inplace", False) or refusals.of_input(gate) is not None:
+    if forms.row_of(act) is None or getattr(act, "inplace", False):
         return False
-    return dispatch.select("act_and_mul", gate, gate.numel() if gate.requires_grad else None) is not reference
+    if dispatch.select("act_and_mul", gate, gate.numel() if gate.requires_grad else None) is reference:
+        return False
+    return refusals.of_input(gate) is None
 
 
 def product(gate: Tensor, up: Any, act: Callable[[Tensor], Tensor], up_left: bool) -> Any:
