@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "../../torch-ext/ops/norm_training.h"
+#include "../../torch-ext/ops/norms/norm_training.h"
 
 namespace fused_mlp {
 namespace {

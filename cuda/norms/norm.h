@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "../../torch-ext/operands/matrix.h"
-#include "../../torch-ext/ops/norm.h"
+#include "../../torch-ext/ops/norms/norm.h"
 
 namespace fused_mlp {
 

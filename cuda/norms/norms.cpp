@@ -1,7 +1,7 @@
 // Single norms, forward and backward.
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
 
-#include "../../torch-ext/ops/norm_training.h"
+#include "../../torch-ext/ops/norms/norm_training.h"
 #include "../device.h"
 #include "../pointwise/column_sums.h"
 #include "run_norm.h"

@@ -1,5 +1,5 @@
 // MLPs with the residual and the norm of their block.
-#include "../../torch-ext/ops/residual.h"
+#include "../../torch-ext/ops/norms/residual.h"
 
 #include <torch/csrc/stable/ops.h>
 

@@ -10,7 +10,7 @@
 #include "../global_state/settings.h"
 #include "../operands/activation.h"
 #include "../operands/rows.h"
-#include "../ops/norm.h"
+#include "../ops/norms/norm.h"
 #include "direct/call.h"
 
 namespace fused_mlp {

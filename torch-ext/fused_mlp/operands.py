@@ -15,7 +15,7 @@ from torch import Tensor
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
-# Codes of norms (torch-ext/ops/norm.h): those that subtract the mean, and those that store their weight minus 1.
+# Codes of norms (torch-ext/ops/norms/norm.h): those that subtract the mean, and those that store their weight minus 1.
 CENTRED_NORMS, NORMS_OF_ONE_MORE = (1, 5), (3, 5)
 
 _INDEX_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8)

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "../ops/norm.h"
+#include "../ops/norms/norm.h"
 #include "registration.h"  // also includes Python.h
 
 // Python objects and names that compiled code uses.

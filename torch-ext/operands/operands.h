@@ -7,7 +7,7 @@
 #include <optional>
 #include <vector>
 
-#include "../ops/norm.h"
+#include "../ops/norms/norm.h"
 #include "../torch_binding.h"
 #include "activation.h"
 #include "tensor_rows.h"

@@ -6,7 +6,7 @@
 #include <optional>
 #include <vector>
 
-#include "../ops/norm.h"
+#include "../ops/norms/norm.h"
 #include "matrix.h"
 #include "rows.h"
 

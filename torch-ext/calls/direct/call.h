@@ -4,7 +4,7 @@
 
 #include "../../operands/dlpack.h"
 #include "../../operands/packed.h"
-#include "../../ops/norm.h"
+#include "../../ops/norms/norm.h"
 #include "registration.h"  // and with it Python.h
 
 namespace fused_mlp {

@@ -10,7 +10,7 @@
 #include "../../global_state/modes.h"
 #include "../../global_state/settings.h"
 #include "../../ops/backward.h"
-#include "../../ops/norm_training.h"
+#include "../../ops/norms/norm_training.h"
 #include "../answers.h"
 #include "tensors.h"
 

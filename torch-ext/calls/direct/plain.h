@@ -4,7 +4,7 @@
 #include <functional>
 
 #include "../../operands/packed.h"
-#include "../../ops/norm.h"
+#include "../../ops/norms/norm.h"
 
 // An MLP and its block as the kernels see them: without tensors, and checked.
 namespace fused_mlp {

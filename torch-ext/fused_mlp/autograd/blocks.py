@@ -20,8 +20,8 @@ from . import attention, nodes, norms, training
 
 # The nodes' operands are the seven of ``training_forward``; the residual, or None if it is x; weight and bias of the
 # norm; and one tuple, because torch spends time on each argument that is not a tensor: eps and code of the norm
-# (torch-ext/ops/norm.h); the activation's code; ``up_first`` and ``keep`` of ``training_forward``, None for a single
-# layer; and the probability of a dropout, 0 for none. They are for calls that nothing traces or observes.
+# (torch-ext/ops/norms/norm.h); the activation's code; ``up_first`` and ``keep`` of ``training_forward``, None for a
+# single layer; and the probability of a dropout, 0 for none. They are for calls that nothing traces or observes.
 
 # Past torch's dispatcher, in one call; None if it has to see the ops (torch-ext/calls/direct/ops.h).
 _pre_normed_forward, _post_normed_forward = (

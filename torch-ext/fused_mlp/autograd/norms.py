@@ -32,8 +32,8 @@ _is_compiling = torch.compiler.is_compiling
 class Given(NamedTuple):
     """Operands of a norm: x ``[..., features]``, weight and bias ``[features]``, and the op's other arguments.
 
-    ``code`` is one of torch-ext/ops/norm.h. ``rounded``: normalised values are rounded before the product with the
-    weight.
+    ``code`` is one of torch-ext/ops/norms/norm.h. ``rounded``: normalised values are rounded before the product with
+    the weight.
     """
 
     x: Tensor

@@ -101,7 +101,7 @@ def experts_mlp(
 
 
 def norm(x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, code: int, rounded: bool) -> Tensor:
-    """Return a norm over the last dimension, given its code in the ops (torch-ext/ops/norm.h), as modules write it.
+    """Return a norm over the last dimension as modules write it, given its code in torch-ext/ops/norms/norm.h.
 
     It computes in float32 and casts the result to the dtype of ``x``. If ``rounded``, the normalised values are also
     cast before they are multiplied by the weight.

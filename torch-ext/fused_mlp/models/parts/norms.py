@@ -20,7 +20,7 @@ from ..proving.values import Bound, Dependency, Node, NotProved, Proof, Proofs, 
 from . import refusals
 from .guards import Guards, guards_of
 
-LAYER, RMS, RMS_OF_ONE_MORE, SCALE = 1, 2, 3, 4  # the codes of the ops (torch-ext/ops/norm.h)
+LAYER, RMS, RMS_OF_ONE_MORE, SCALE = 1, 2, 3, 4  # the codes of the ops (torch-ext/ops/norms/norm.h)
 
 
 class Norm(NamedTuple):

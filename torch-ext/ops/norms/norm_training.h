@@ -7,9 +7,9 @@
 #include <utility>
 #include <vector>
 
-#include "../operands/operands.h"
-#include "../operands/tensor_rows.h"
-#include "../torch_binding.h"
+#include "../../operands/operands.h"
+#include "../../operands/tensor_rows.h"
+#include "../../torch_binding.h"
 #include "norm.h"
 
 // A single norm, or a norm of a sum, forward and backward, by a backend's kernels.

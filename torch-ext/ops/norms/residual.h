@@ -2,9 +2,9 @@
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
-#include "../operands/operands.h"
-#include "../operands/tensor_rows.h"
-#include "../torch_binding.h"
+#include "../../operands/operands.h"
+#include "../../operands/tensor_rows.h"
+#include "../../torch_binding.h"
 #include "norm.h"
 
 // The block around an MLP, by a backend's layers and norms.
