@@ -240,10 +240,13 @@ PyObject* dtype_taken(PyObject* x) {
   return nullptr;
 }
 
-bool is_of_other_dtype(PyObject* x) {
-  if (class_of(x) != settings.tensor || PyObject_Size(settings.blocks) != 1 || is_autocasting() != kNo) return false;
+Answer is_of_other_dtype(PyObject* x) {
+  if (class_of(x) != settings.tensor || PyObject_Size(settings.blocks) != 1) return kNo;
   const Owned dtype(PyObject_GetAttr(x, names().dtype));
-  return dtype && PySequence_Contains(settings.dtypes, dtype.get()) == 0;
+  const int known = dtype ? PySequence_Contains(settings.dtypes, dtype.get()) : -1;
+  if (known != 0) return known < 0 ? kError : kNo;
+  const Answer autocasting = is_autocasting();
+  return autocasting == kError ? kError : answer(autocasting == kNo);
 }
 
 PyObject* dtype_followed(PyObject* x) {

@@ -39,7 +39,7 @@ constexpr Py_ssize_t kBlockOperands = 11;
 PyObject* dtype_taken(PyObject* x);
 
 // True if x is a tensor of a dtype that no op supports, outside autocast and with no backend forced.
-bool is_of_other_dtype(PyObject* x);
+Answer is_of_other_dtype(PyObject* x);
 
 // Returns the dtype of a tensor that is part of the autograd graph, after few checks: in a small model, each call of a
 // torch function takes a microsecond. Borrowed; nullptr, without necessarily an error, if more checks are needed. A

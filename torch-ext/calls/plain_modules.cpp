@@ -505,7 +505,8 @@ PyObject* py_fused(PyObject* given) {
   const PastModes modes;
   const AsRecorded as_recorded(state_of_first(of[1], of[3]));
   if (modes.said() != kYes) return nullptr;
-  if (is_of_other_dtype(of[2])) return PyBool_FromLong(false);  // Python would find the same
+  const Answer other = is_of_other_dtype(of[2]);
+  if (other != kNo) return other == kYes ? PyBool_FromLong(false) : nullptr;  // Python would find the same
   PyObject* const plan = of[0];
   Owner owner;
   Few projections, between;
