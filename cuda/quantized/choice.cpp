@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "by_rows/rounding.h"
+
 namespace fused_mlp {
 namespace {
 
@@ -133,6 +135,15 @@ bool takes_scaled(const CodedProblem& p, const Gpu& gpu) {
   return takes(p.weight) && (!p.gated() || takes(p.up_weight));
 }
 
+// torch's product of many rows, for weights that scaled kernels take too: a scale per row, and results in bfloat16.
+bool takes_scaled_mm(const CodedProblem& p) {
+  constexpr int kWhole = 16;  // outputs, and bytes
+  const bool by_rows = p.weight.scale_rows == 1 && p.weight.scale_stride == 1 && p.n > 1;
+  return by_rows && p.dtype == DType::kBFloat16 && p.m > kMostScaledByRows && p.n % kWhole == 0 &&
+         p.k <= kMostRoundedColumns && p.n <= kMostRoundedColumns && aligned(p.epilogue.bias, kWhole) &&
+         aligned(p.epilogue.up_bias, kWhole);
+}
+
 // In microseconds, as measured on an H200: for a block of 128 of k, for a tile, and for adding up parts of k; weights
 // arrive at three quarters of the memory's nominal rate. If there are more rows than a tile has, two CTAs with the same
 // weights load them together.
@@ -160,7 +171,7 @@ Refusal choose_coded(const CodedProblem& p, const Gpu& gpu, CodedPlan* plan) {
   if (gpu.major < 8 || gpu.major == 10 || gpu.major == 11) return Refusal::kGpu;  // build.toml has no code for these
   if (p.coding == Coding::kInt4Tiles && (gpu.major != 9 || p.dtype != DType::kBFloat16)) return Refusal::kGpu;
   if (takes_scaled(p, gpu)) {
-    *plan = choose_scaled(p, gpu);
+    *plan = takes_scaled_mm(p) ? CodedPlan{CodedLoop::kScaledMm} : choose_scaled(p, gpu);
     return Refusal::kNone;
   }
   if (const Refusal refusal = refusal_of_operands(p); refusal != Refusal::kNone) return refusal;

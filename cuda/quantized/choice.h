@@ -9,11 +9,11 @@
 
 namespace fused_mlp {
 
-// The kernels for few rows, for more, and for many; the last ones round rows of a to e4m3.
-enum class CodedLoop { kStreamed, kTiled, kScaled };
+// The kernels for few rows, for more, and for many, and torch's product; the last two round rows of a to e4m3.
+enum class CodedLoop { kStreamed, kTiled, kScaled, kScaledMm };
 
 constexpr const char* name(CodedLoop loop) {
-  constexpr const char* kNames[] = {"streamed", "tiled", "scaled"};
+  constexpr const char* kNames[] = {"streamed", "tiled", "scaled", "scaled_mm"};
   return kNames[static_cast<int>(loop)];
 }
 
@@ -25,7 +25,7 @@ struct CodedPlan {
   CodedKernel kernel;  // of a streamed plan
   int pair = 1;        // CTAs of a cluster that share weights, in a scaled plan
 
-  bool scaled() const { return loop == CodedLoop::kScaled; }
+  bool reads_codes() const { return loop == CodedLoop::kStreamed || loop == CodedLoop::kTiled; }
 };
 
 // The largest numbers of rows of a for which streamed kernels are fastest, for which they are used if there are no
@@ -37,6 +37,10 @@ constexpr int64_t most_tiled_rows(Coding coding) { return in_bytes(coding) ? 384
 
 // The largest number of rows of a that are not rounded if scaled kernels support more: small weights have few tiles.
 constexpr int64_t most_exact_rows(int64_t n, int64_t k) { return n * k < int64_t{1} << 25 ? 64 : 32; }
+
+// The largest number of rows of a that scaled kernels multiply by weights with a scale per row: torch's product takes
+// less time for more (measured on an H200).
+constexpr int64_t kMostScaledByRows = 128;
 
 // Chooses a kernel, or returns the reason why none computes the product.
 Refusal choose_coded(const CodedProblem& problem, const Gpu& gpu, CodedPlan* plan);

@@ -88,7 +88,7 @@ struct CodedLayer {
       : refusal(choose(part, scales, a, rows, dtype, gpu)) {}
 
   bool fused() const { return refusal == Refusal::kNone; }
-  bool scaled() const { return fused() && plan.scaled(); }
+  bool runs(CodedLoop loop) const { return fused() && plan.loop == loop; }
 
   // Uses the converted scales, once they exist.
   void take(const Part& part, const FloatScales& scales) {

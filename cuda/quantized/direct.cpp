@@ -86,7 +86,7 @@ std::function<void(void*)> plan_quantized_direct(const PlainMlp& mlp, const Gpu&
   const auto planned = [&](int number, const Matrix& x) {
     return CodedLayer(part_of(mlp.layers[number]), scales, x, mlp.rows, mlp.dtype, gpu);
   };
-  const auto runs = [](const CodedLayer& layer) { return layer.fused() && !layer.scaled(); };
+  const auto runs = [](const CodedLayer& layer) { return layer.fused() && layer.plan.reads_codes(); };
   const Matrix x = mlp.first.kind != NormKind::kNone ? Matrix{nullptr, mlp.in} : mlp.x;
   Steps steps{mlp, gpu, current_stream(mlp.device), planned(0, x), std::nullopt};
   if (!runs(steps.first) || !shares_format(part_of(mlp.layers[0]))) return {};

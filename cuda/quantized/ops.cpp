@@ -8,6 +8,7 @@
 #include "../../torch-ext/ops/torch_gemm.h"
 #include "../dense/fused_gemm.h"
 #include "../pointwise/pointwise.h"
+#include "by_rows/products.h"
 #include "coded_layer.h"
 #include "scaled/rounded_rows.h"
 
@@ -81,12 +82,13 @@ class Run {
     CodedLayer layer(part, scales_, matrix(rows), rows.rows, dtype_of(x, "x"), gpu(x.get_device_index()));
     if (!layer.fused()) return run_decoded(x, layers);
     if (!shares_format(part)) return run_apart(x, layers);
+    if (layer.runs(CodedLoop::kScaledMm)) return run_by_rows(x, layers, nullptr);
     if (!unnested_) scales_.unnest(stream);
     unnested_ = true;
     layer.take(part, scales_);
     const Tensor out = new_dense(x, with_last_size(x, part.first->n));
     layer.problem.out.data = out.mutable_data_ptr();
-    if (layer.scaled()) {
+    if (layer.runs(CodedLoop::kScaled)) {
       const RoundedRows rounded(layer.problem, stream);
       multiply(layer, rounded.rows(), gpu(x.get_device_index()), stream);
     } else {
@@ -106,7 +108,11 @@ class Run {
     const int64_t hidden = part.first->n;
     const CodedLayer layer(part, scales_, matrix(rows), rows.rows, dtype, on);
     CodedLayer behind(second, scales_, {nullptr, hidden}, rows.rows, dtype, on);
-    if (!layer.scaled() || layer.plan.split > 1 || !behind.scaled() || !shares_format(part)) return {};
+    if (!shares_format(part)) return {};
+    if (layer.runs(CodedLoop::kScaledMm) && behind.runs(CodedLoop::kScaledMm)) {
+      return run_by_rows(x, first, last.layer);
+    }
+    if (!layer.runs(CodedLoop::kScaled) || layer.plan.split > 1 || !behind.runs(CodedLoop::kScaled)) return {};
     const cudaStream_t stream = current_stream(x);
     const Tensor out = new_dense(x, with_last_size(x, second.first->n));
     behind.problem.out.data = out.mutable_data_ptr();
@@ -121,6 +127,34 @@ class Run {
     const int64_t parts = layer.plan.split > 1 ? layer.plan.split * layer.problem.m * layer.problem.n : 0;
     const Scratch sums(parts * static_cast<int64_t>(sizeof(float)));
     check(launch_scaled(layer.problem, layer.plan, a, {}, static_cast<float*>(sums.data()), gpu, stream));
+  }
+
+  // One layer, or gate and up, and a second one if there is one, by torch's products of rounded rows.
+  static Tensor run_by_rows(const Tensor& x, const LayerPart& part, const QuantizedLayer* second) {
+    const TensorRows rows(x);
+    const auto product = [&](const RowsInE4m3& of, const QuantizedLayer& layer, const Tensor& out) {
+      of.multiply(layer, matrix_view(out, {rows.rows, layer.weight.packed.n}, {layer.weight.packed.n, 1}));
+      return out;
+    };
+    const auto sized = [&](const QuantizedLayer& layer) {
+      return new_dense(x, with_last_size(x, layer.weight.packed.n));
+    };
+    const RowsInE4m3 rounded(x, matrix(rows), kNoMatrix, rows.rows, rows.cols, kNoActivation);
+    const Tensor gate = product(rounded, *part.layer, sized(*part.layer));
+    const OptionalTensor up =
+        part.up != nullptr ? OptionalTensor(product(rounded, *part.up, sized(*part.up))) : std::nullopt;
+    const int64_t features = part.layer->weight.packed.n;
+    const Matrix of_gate{gate.mutable_data_ptr(), features};
+    const Matrix of_up = up ? Matrix{up->mutable_data_ptr(), features} : kNoMatrix;
+    if (second != nullptr) {
+      const RowsInE4m3 hidden(x, of_gate, of_up, rows.rows, features, part.activation);
+      return product(hidden, *second, sized(*second));
+    }
+    if (up || part.activation != kNoActivation) {
+      check(launch_act_and_mul(of_gate, of_up, of_gate, rows.rows, features, dtype_of(x, "x"), part.activation,
+                               current_stream(x)));
+    }
+    return gate;
   }
 
   static Tensor run_decoded(const Tensor& x, const LayerPart& part) {

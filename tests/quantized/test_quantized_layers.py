@@ -6,6 +6,7 @@ Their own products also round x, or decode the weight at each call. On a CPU the
 
 import copy
 import functools
+import importlib
 import sys
 
 import pytest
@@ -62,12 +63,29 @@ def of_bitsandbytes(source):
     return made
 
 
-def of_torchao(config):
+def of_torchao(config, **options):
     def quantized(source):
         torchao = pytest.importorskip("torchao.quantization")
         made = nn.Sequential(copy.deepcopy(source))
-        torchao.quantize_(made, getattr(torchao, config)())
+        torchao.quantize_(made, getattr(torchao, config)(**options))
         return made[0]
+
+    return quantized
+
+
+def of_dynamic(granularity):
+    """A layer whose x torchao rounds to FP8; ``quantize_`` makes none on a CPU."""
+
+    def quantized(source):
+        torchao = pytest.importorskip("torchao.quantization")
+        tensors = importlib.import_module("torchao.quantization.quantize_.workflows.float8.float8_tensor")
+        config = importlib.import_module("torchao.float8.inference").Float8MMConfig(use_fast_accum=True)
+        kind = getattr(torchao, granularity)()
+        rounding = tensors.QuantizeTensorToFloat8Kwargs(granularity=kind)
+        made, weight = copy.deepcopy(source), source.weight.detach()
+        options = {"granularity": kind, "mm_config": config, "act_quant_kwargs": rounding}
+        made.weight = nn.Parameter(tensors.Float8Tensor.from_hp(weight, **options), requires_grad=False)
+        return made
 
     return quantized
 
@@ -96,6 +114,8 @@ KINDS = {
     "bitsandbytes": (of_bitsandbytes, "int8", 4e-2),
     "torchao int8": (of_torchao("Int8WeightOnlyConfig"), "int8", 1e-4),
     "torchao fp8": (of_torchao("Float8WeightOnlyConfig"), "fp8", 1e-4),
+    "torchao fp8 in rows": (of_dynamic("PerRow"), "fp8", 8e-2),
+    "torchao fp8 rounded whole": (of_dynamic("PerTensor"), "fp8", 8e-2),
     "compressed-tensors fp8": (of_rows, "fp8", 8e-2),
     "fp8 under one scale": (of_blocks, "fp8", 1e-4),
     "fp8 in blocks": (functools.partial(of_blocks, block=(128, 128)), "fp8", 1e-4),
@@ -147,7 +167,7 @@ def test_values(fused_mlp, device, ops, kind, name):
     assert ops == ["packed"] * MLPS * 2
 
 
-@pytest.mark.parametrize("kind", OF_TRANSFORMERS[:2])
+@pytest.mark.parametrize("kind", ["torchao fp8", "compressed-tensors fp8", *OF_TRANSFORMERS[:2]])
 @torch.no_grad()
 def test_layers_alone(fused_mlp, device, ops, monkeypatch, kind):
     """Single layers are fused up to as many rows as an MLP; more rows are left to the layer."""
@@ -156,8 +176,9 @@ def test_layers_alone(fused_mlp, device, ops, monkeypatch, kind):
     layer = layer_of(fused_mlp, kind, nn.Linear(256, 128, dtype=dtype_on(device))).to(device).requires_grad_(False)
     fused, most = copy.deepcopy(nn.Sequential(layer)), most_rows(kind)
     report = fused_mlp.fuse_mlps(fused)
-    assert [module.pattern for module in report.fused] == [f"linear in fp8 up to {most} rows"]
-    for rows, is_fused in ((1, True), (most, True), (most + 1, False)):
+    up_to = "" if most is None else f" up to {most} rows"
+    assert [module.pattern for module in report.fused] == [f"linear in fp8{up_to}"]
+    for rows, is_fused in ((1, True), (most or 600, True), ((most or 600) + 1, most is None)):
         x = torch.randn(rows, 256, device=device, dtype=dtype_on(device))
         ops.clear()
         assert_close([fused(x)], [layer(x)], tolerance(kind))
@@ -237,14 +258,12 @@ def test_changes_are_seen(fused_mlp, device, ops, kind, change):
 
 
 def most_rows(kind):
-    """The most rows that are fused. On Hopper GPUs x is rounded for more rows of transformers' FP8 layers, unless their
+    """The most rows that are fused. On Hopper GPUs x is rounded in FP8 layers that round it themselves, unless their
     blocks are lower, and int8 weights are decoded.
     """
-    if KINDS[kind][1] == "int8" and IS_HOPPER:
-        return None
-    if not ON_CPU and not IS_HOPPER:
-        return 16
-    return 128 if IS_HOPPER and kind in OF_TRANSFORMERS and kind != LOW else 32
+    if IS_HOPPER:
+        return 32 if kind in ("torchao fp8", LOW) else None
+    return 32 if ON_CPU else 16
 
 
 @pytest.mark.parametrize("kind", KINDS)

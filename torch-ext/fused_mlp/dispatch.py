@@ -228,8 +228,8 @@ def blocked_refusal(out: int, width: int, block: Sequence[int]) -> Optional[str]
 def most_blocked_rows(x: Tensor, weights: Iterable[Any]) -> int:
     """Return the number of rows of ``x`` up to which layers with blocked weights are fused.
 
-    Kernels for few rows use x as it is. On Hopper, kernels for more rows round x to FP8 if the weights are FP8, as the
-    layers' own products do, and decode int8 weights first; other GPUs have no kernels for more rows.
+    Kernels for few rows use x as it is. On Hopper, kernels for more rows round x to FP8 if the layers' own products do,
+    and int8 weights are decoded first; other GPUs have no kernels for more rows.
     """
     weights = list(weights)
     if any(weight.format == _TILES for weight in weights):
@@ -270,15 +270,14 @@ def most_rows_of(format: str, x: Tensor, is_rounded: bool = True) -> int:
         return ANY_ROWS
     if not native.is_hopper(x):
         return _MOST_ROWS_ELSEWHERE
-    if format == "int8":
-        return ANY_ROWS
-    return _MOST_ROUNDED_ROWS if is_rounded else _MOST_ROWS
+    return ANY_ROWS if format == "int8" or is_rounded else _MOST_ROWS
 
 
 def _may_round_rows(weight: Any) -> bool:
-    """True for a ``QuantizedWeight`` that Hopper multiplies in FP8, as cuda/quantized/choice.cpp decides."""
+    """True for the ``QuantizedWeight`` of a layer that rounds x, if Hopper multiplies it in FP8, as
+    cuda/quantized/choice.cpp decides."""
     rows = weight.block[0]
-    return weight.format == "fp8" and (rows % 128 == 0 or rows >= weight.shape[0])
+    return weight.fast is not None and (rows == 1 or rows % 128 == 0 or rows >= weight.shape[0])
 
 
 def is_forced() -> bool:
@@ -287,7 +286,7 @@ def is_forced() -> bool:
 
 
 # Measured on an H200 against torch's FP8 products; GPUs that do not round x are bound by the bytes of the weights.
-_MOST_ROWS, _MOST_ROWS_ELSEWHERE, _MOST_ROUNDED_ROWS = 32, 16, 128
+_MOST_ROWS, _MOST_ROWS_ELSEWHERE = 32, 16
 # Measured on a Xeon, int8 against bitsandbytes, whose products of rounded x are faster for more rows of float32.
 # bfloat16 was measured up to _MOST_ROWS_OF_LARGE.
 _MOST_ROWS_ON_CPU = {torch.float32: 4}

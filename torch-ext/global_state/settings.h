@@ -194,6 +194,7 @@ struct Names {
   // Attributes of a torchao tensor that change its input: none of them may be present.
   PyObject* on_input[3] = {PyUnicode_InternFromString("act_pre_scale"), PyUnicode_InternFromString("act_quant_scale"),
                            PyUnicode_InternFromString("act_quant_kwargs")};
+  PyObject* input_bounds[2] = {PyUnicode_InternFromString("hp_value_lb"), PyUnicode_InternFromString("hp_value_ub")};
   // The methods that look up attributes: all names, and those that are not found otherwise.
   PyObject* finders[2] = {PyUnicode_InternFromString("__getattribute__"), PyUnicode_InternFromString("__getattr__")};
   // The hooks of a forward, then those of a backward.

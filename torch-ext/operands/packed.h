@@ -22,8 +22,11 @@ struct PackedWeight {
   int64_t n, k, block_rows, block, nested_block;
   double offset;
 
+  static constexpr int64_t kFastSums = 2;  // the nested_block of an FP8 weight whose products may sum with fewer bits
+
   bool blocked() const { return coding != Coding::kFourBits; }
   bool in_tiles() const { return coding == Coding::kInt4Tiles; }
+  bool adds_fast() const { return coding == Coding::kFp8 && nested_block == kFastSums; }
   bool nested() const { return nested_scales != nullptr; }
   float factor() const {
     return coding == Coding::kInt8 ? 1.0f / static_cast<float>(nested_block) : 1.0f;

@@ -8,6 +8,7 @@
 #include "../../sm90/ptx.cuh"
 #include "../../sm90/ring.cuh"
 #include "../../sm90/wgmma.cuh"
+#include "../e4m3.cuh"
 #include "scaled.h"
 
 namespace fused_mlp {
@@ -60,13 +61,6 @@ struct ScaledGemm {
                                       kConsumers / 32 * kBoxes * kBoxBytes;
   static_assert(kSharedBytes <= 227 * 1024);
 };
-
-// The scale of a group, whose values are rounded as x / scale. It is never so small that its inverse is infinite.
-__device__ __forceinline__ float scale_of_group(float largest) { return fmaxf(__fdiv_rn(largest, 448.0f), 1e-36f); }
-
-__device__ __forceinline__ uint32_t e4m3_pair(float low, float high) {
-  return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
-}
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(Rounding::kThreads) round_kernel(const __grid_
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
     }
     if (!inside || column_of(group) >= args.columns) continue;
-    const float scale = scale_of_group(largest);
+    const float scale = e4m3_scale(largest);
     uint32_t pairs[R::kValues / 2];
 #pragma unroll
     for (int i = 0; i < R::kValues / 2; ++i) {

@@ -105,7 +105,7 @@ __device__ __forceinline__ void store_rounded(const ScaledArgs& args, float (&va
       largest = fmaxf(largest, fmaxf(fabsf(value[i]), fabsf(value[i + 1])));
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-    const float scale = scale_of_group(largest);
+    const float scale = e4m3_scale(largest);
     inverse[half] = __frcp_rn(scale);
     const int at = row + half * 8 + lane / 4;
     if (lane % 4 == 0 && at < args.m) {

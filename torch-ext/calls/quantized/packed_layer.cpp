@@ -189,7 +189,7 @@ bool read_int8(const Held& layer, PyObject* weight, PackedWeight* w) {
   return read_rows(values, holder, n.int8_scales, settings.tensor, 127, w) && w->coding == Coding::kInt8;
 }
 
-// Reads a torchao weight. Products that round x to int8 are not supported.
+// Reads a torchao weight. Products that round x to int8, or limit it, are not supported.
 bool read_tensor(PyObject* weight, PackedWeight* w) {
   const Names& n = names();
   PyObject* const state = state_of(weight);
@@ -200,7 +200,12 @@ bool read_tensor(PyObject* weight, PackedWeight* w) {
   if (values == nullptr || class_of(values) != settings.tensor || has(n.on_input[0]) || has(n.on_input[1]))
     return false;
   if (!read_rows(values, held, n.tensor_scale, settings.tensor, 1, w)) return false;
-  if (w->coding == Coding::kInt8 && has(n.on_input[2])) return false;
+  if (has(n.on_input[2])) {
+    PyObject* const rounding = held.at(n.on_input[2]);
+    for (PyObject* bound : n.input_bounds) {
+      if (w->coding == Coding::kInt8 || has_attribute(rounding, bound, Py_None) != kYes) return false;
+    }
+  }
   int64_t rows, columns;
   return Held::pair(held.at(n.block_size), &rows, &columns) && columns == w->k && (rows == 1 || rows == w->n);
 }

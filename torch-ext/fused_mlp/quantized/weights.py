@@ -43,7 +43,9 @@ class QuantizedWeight(NamedTuple):
     For format ``"fp8"``, ``data`` is float8_e4m3fn ``[out, in]``, contiguous. ``scales`` is float32, contiguous, with
     one element for each block of ``block = (rows, columns)`` values: ``[ceil(out / rows), ceil(in / columns)]``. On
     Hopper GPUs, products with more than 32 rows of x (64 for a small weight) also round x to float8_e4m3fn, scaling
-    each 128 columns of a row by their largest value; ``explain`` says if they do.
+    each 128 columns of a row by their largest value; ``explain`` says if they do. If the weight has a scale per row,
+    products of bfloat16 with more than 128 rows are torch's ``_scaled_mm`` of rows scaled by their largest value;
+    ``fast`` is its ``use_fast_accum``. In a model, ``fast`` is None if the layer's own product does not round x.
 
     Format ``"int8"`` is the same with int8 ``data``, and x is not rounded. The scales are divided by ``divisor``, which
     is 127 if they are the largest values of their blocks.
@@ -76,6 +78,7 @@ class QuantizedWeight(NamedTuple):
     nested_block: int = 256
     offset: float = 0.0
     divisor: int = 1
+    fast: Optional[bool] = None
 
     @classmethod
     def from_bitsandbytes(cls, weight: Tensor) -> QuantizedWeight:
@@ -310,7 +313,7 @@ def held(weight: Any, offset: Optional[float]) -> Optional[QuantizedWeight]:
 def operands_of(weight: QuantizedWeight) -> Tuple[List[Optional[Tensor]], List[int], float]:
     """Return the operands of the ops: tensors, layout and offset."""
     if weight.format in BLOCKED:
-        divisor = weight.divisor if weight.format == "int8" else 0
+        divisor = weight.divisor if weight.format == "int8" else 2 if weight.fast else 0  # kFastSums in packed.h
         if weight.format == TILES:
             divisor = weight.data.shape[1] * _TILE[1]  # the columns, with padding
         return [weight.data, weight.scales, None, None, None], [*weight.shape, *weight.block, divisor], 0.0

@@ -255,8 +255,8 @@ def _of_codes(
 ) -> Optional[Tensor]:
     """Return the output of experts with FP8 weights; None if transformers' own products have to run.
 
-    Those round x to FP8 and were not measured; they are kept for many rows, where arithmetic is the bottleneck. They do
-    not exist on a CPU: if this package is selected there, it decodes the weights.
+    Those round x to FP8. They are kept for many rows where no kernel here rounds x, because arithmetic is the
+    bottleneck. They do not exist on a CPU: if this package is selected there, it decodes the weights.
     """
     if _of_module(module, found, tensors, way) is not None or _of_kind(x, index, weights, tensors[0]) is not None:
         return None
@@ -265,8 +265,7 @@ def _of_codes(
     if last is not None and not cached.are_experts(index, last):
         return None
     is_asked = dispatch.is_forced() or (way == interface.NAME and x.is_cpu)
-    has_many_rows = index.numel() > quantized_experts.MOST_ROWS["fp8"] * found.experts
-    if not is_asked and (has_many_rows or quantized_experts.refusal(given, found.form) is not None):
+    if not is_asked and quantized_experts.refusal(given, found.form) is not None:
         return None
     return quantized_experts.computed(given, found.form)
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ... import dispatch
+from ...backends import native
 from ...quantized import experts as quantized_experts
 from ...quantized.experts import QuantizedStack
 from ..parts.guards import are_unchanged
@@ -28,7 +29,7 @@ _FUNCTIONS = ("_apply_if_grad", "fp8_linear", "finegrained_fp8_linear", "fp8_gro
 _FUNCTIONS += ("fp8_batched_mm_experts_forward", "fp8_grouped_mm_experts_forward")
 _RECORDED = ("FP8LinearFunction", "FP8GroupedMatmulFunction")
 # Hashes of the source of all these and of the loop over the experts, each with the first version that contains it.
-_DIGESTS = {"0b8954cb93de279c": "5.22"}
+_DIGESTS = {"0b8954cb93de279c": "5.22", "d693eb3f1f0ea271": "5.23"}
 
 Guarded = Tuple[Tuple[Any, str, Any], ...]
 
@@ -119,4 +120,10 @@ def device_refusal(stacks: Tuple[QuantizedStack, QuantizedStack], form: Any) -> 
 
 def words_of(module: nn.Module) -> str:
     """Return the report's words for FP8 weights, which follow the pattern of experts; empty for other weights."""
-    return f" in fp8 up to {quantized_experts.MOST_ROWS['fp8']} rows per expert" if is_read(module) else ""
+    if not is_read(module):
+        return ""
+    state = module.__dict__
+    weight, block = state["_parameters"].get("down_proj"), state.get("block_size") or ()
+    is_hopper = isinstance(weight, torch.Tensor) and weight.is_cuda and native.is_hopper(weight)
+    rounds = is_hopper and all(size % 128 == 0 for size in block)
+    return " in fp8" if rounds else f" in fp8 up to {quantized_experts.MOST_ROWS['fp8']} rows per expert"

@@ -9,6 +9,7 @@ state.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import sys
 import weakref
 from types import FunctionType
@@ -186,7 +187,23 @@ def is_plainly_left(part: nn.Module, x: Any) -> bool:
         return not dispatch.may_train_quantized() or least is None or x.shape[:-1].numel() < least
     if format is None:
         return False
-    return x.shape[:-1].numel() > dispatch.most_rows_of(format, x)
+    is_rounded = name_of_class(kind) == _FP8 or _rounds_rows(part)
+    return x.shape[:-1].numel() > dispatch.most_rows_of(format, x, is_rounded)
+
+
+def _rounds_rows(part: nn.Module) -> bool:
+    """True for an FP8 layer whose own product is torch's of x, rounded in rows or as a whole by torch operations."""
+    if type(part) is not nn.Linear:
+        return name_of_class(type(part)) == _FP8_ROWS
+    state = vars(part.__dict__["_parameters"]["weight"])
+    by_torch = getattr(state.get("kernel_preference"), "name", None) == "TORCH" or not _has_other_products()
+    return state.get("act_quant_kwargs") is not None and by_torch
+
+
+@functools.lru_cache(maxsize=1)
+def _has_other_products() -> bool:
+    """True if torchao may round and multiply by kernels of another package, which were not measured."""
+    return importlib.util.find_spec("mslk") is not None
 
 
 def _least_trained(part: nn.Module, like: Tensor) -> Optional[int]:
@@ -278,7 +295,7 @@ def _read_fp8(part: nn.Module) -> Union[str, Layer]:
     if refusal is not None:
         return refusal
     floats = scales.detach().float()  # converts e8m0 at each call: some writes cannot be detected
-    found = quantized.QuantizedWeight(weight.detach(), floats, (out, width), "fp8", block)
+    found = quantized.QuantizedWeight(weight.detach(), floats, (out, width), "fp8", block, fast=False)
     return Layer(found, bias, least_trained=None)
 
 
@@ -309,11 +326,14 @@ def _read_tensor(part: nn.Module) -> Union[str, Layer]:
         return "with activation scales"
     if state.get("act_quant_kwargs") is not None and data.dtype is torch.int8:
         return "that quantises its input to int8"
+    if any(getattr(state.get("act_quant_kwargs"), bound, None) is not None for bound in ("hp_value_lb", "hp_value_ub")):
+        return "that limits its input"
     if data.dim() != 2 or state.get("block_size") not in ([1, data.shape[1]], list(data.shape)):
         return f"in blocks of {state.get('block_size')}"
     if data.dtype not in (torch.int8, torch.float8_e4m3fn):
         return f"of {data.dtype}"
-    return _in_rows(data, scales, bias, _least_trained(part, data))
+    fast = getattr(state.get("mm_config"), "use_fast_accum", False) is True if _rounds_rows(part) else None
+    return _in_rows(data, scales, bias, _least_trained(part, data), fast=fast)
 
 
 def _read_tiles(part: nn.Module) -> Union[str, Layer]:
@@ -350,11 +370,16 @@ def _read_fp8_rows(part: nn.Module) -> Union[str, Layer]:
         return "in an unrecognised form"
     if weight.dtype is not torch.float8_e4m3fn or weight.dim() != 2:
         return f"with a weight of {weight.dtype}"
-    return _in_rows(weight, scales, bias, least_trained=None)
+    return _in_rows(weight, scales, bias, least_trained=None, fast=False)
 
 
 def _in_rows(
-    data: Tensor, scales: Tensor, bias: Optional[Tensor], least_trained: Optional[int], **options: int
+    data: Tensor,
+    scales: Tensor,
+    bias: Optional[Tensor],
+    least_trained: Optional[int],
+    divisor: int = 1,
+    fast: Optional[bool] = None,
 ) -> Union[str, Layer]:
     """Return the operands of a layer whose weight has a scale per row, or one in all."""
     out, width = data.shape
@@ -369,8 +394,11 @@ def _in_rows(
     refusal = refusal or dispatch.blocked_refusal(out, width, (1, max(1, width)))
     if refusal is not None:
         return refusal
-    of = quantized.QuantizedWeight.from_int8 if format == "int8" else quantized.QuantizedWeight.from_fp8
-    return Layer(of(data, scales.view(-1), **options), bias, least_trained=least_trained)
+    if format == "int8":
+        found = quantized.QuantizedWeight.from_int8(data, scales.view(-1), divisor=divisor)
+    else:
+        found = quantized.QuantizedWeight.from_fp8(data, scales.view(-1))._replace(fast=fast)
+    return Layer(found, bias, least_trained=least_trained)
 
 
 _READERS = {_INT8: _read_int8, _FP8: _read_fp8, _FP8_ROWS: _read_fp8_rows}
