@@ -67,6 +67,7 @@ def parts() -> dict[str, str]:
         "adapters": adapters_table(),
         "quantised": quantised_table(QUANTISED),
         "quantised-fp8": quantised_table(FP8),
+        "quantised-fp8-layers": quantised_table(FP8_LAYERS),
         "quantised-integers": quantised_table(INTEGERS),
         "quantised-cpu": quantised_table(CODES_ON_CPU),
         "quantised-models": quantised_models_table(),
@@ -88,6 +89,7 @@ def parts() -> dict[str, str]:
         "adapters-machine": adapters_machine(),
         "quantised-machine": quantised_machine(QUANTISED),
         "quantised-fp8-machine": quantised_machine(FP8),
+        "quantised-fp8-layers-machine": quantised_machine(FP8_LAYERS),
         "quantised-integers-machine": quantised_machine(INTEGERS),
         "quantised-cpu-machine": quantised_machine(CODES_ON_CPU),
         "quantised-models-machine": quantised_models_machine(),
@@ -229,7 +231,11 @@ def gains_of_codes() -> dict[str, list[float]]:
     return {
         "NF4 MLP, 1-64 rows, over bitsandbytes": quantised_gains(QUANTISED, "nf4", 64),
         "int8 MLP, 1-64 rows, over bitsandbytes": quantised_gains(INTEGERS, "int8", 64),
-        "FP8 MLP, 1-64 rows, over torch": quantised_gains(FP8, "fp8-blocks", 64) + quantised_gains(FP8, "fp8-rows", 64),
+        "FP8 MLP, over transformers' and torchao's layers": [
+            each
+            for kind in ("fp8-linear", "fp8-compressed-tensors", "fp8-torchao")
+            for each in quantised_gains(FP8_LAYERS, kind, 8192)
+        ],
         "FP8 experts, 1-128 tokens, over bfloat16 ones": quantised_experts_gains("fp8"),
     }
 
@@ -439,6 +445,7 @@ def adapters_machine() -> str:
 # Quantised weights.
 
 QUANTISED, FP8, INTEGERS = "h200-quantised", "h200-fp8", "h200-integers"
+FP8_LAYERS = "h200-fp8-layers"
 CODES_ON_CPU = "xeon-quantised"
 
 
@@ -467,7 +474,8 @@ def quantised_table(name: str) -> str:
         cells = {way: f"{time:.0f} ({gain(times['eager'] / time)})" for way, time in times.items()}
         sizes = ", ".join(map(str, width))
         lines.setdefault(f"{sizes}: {result['format']}", {})[rows] = cells["ours"]
-        lines.setdefault(f"{sizes}: bfloat16", {}).setdefault(rows, cells.get("ours-bf16", ""))
+        if "ours-bf16" in cells:
+            lines.setdefault(f"{sizes}: bfloat16", {}).setdefault(rows, cells["ours-bf16"])
     counts = sorted({rows for line in lines.values() for rows in line})
     table = [(head, *(line.get(rows, "") for rows in counts)) for head, line in lines.items()]
     return documents.table(("D, H: weights", *map(str, counts)), table, left=1)
@@ -478,7 +486,8 @@ def quantised_machine(name: str) -> str:
     facts = found["machine"]
     key = f"{time_of(name)}_spread"
     spreads = [way[key] / 2 for each in found["results"] for way in each["providers"].values()]
-    library = f"bitsandbytes {facts['bitsandbytes']}, " if name != FP8 else ""
+    libraries = {FP8: (), FP8_LAYERS: ("transformers",)}.get(name, ("bitsandbytes",))
+    library = "".join(f"{each} {facts[each]}, " for each in libraries)
     return (
         f"{facts.get('gpu') or facts['cpu']}, PyTorch {facts['torch']}, {library}SiLU, bfloat16 rows, "
         f"{'in CUDA graphs' if 'gpu' in facts else 'CPU time of one thread'}; "

@@ -40,14 +40,16 @@ import measure
 
 FORMATS = {"nf4": ("nf4", False), "nf4-nested": ("nf4", True), "fp4": ("fp4", False)}
 FP8 = {"fp8-blocks": (128, 128), "fp8-rows": None}  # block sizes
+FP8_LAYERS = {"fp8-linear": "linear", "fp8-compressed-tensors": "compressed", "fp8-torchao": "torchao"}
 INTEGERS = {
     "int8": quantised_integers.Int8MLP,
     "int4": quantised_integers.Int4MLP,
     "int4-tiles": quantised_integers.Int4TilesMLP,
 }
-ON_GPUS_ALONE = (*FP8, "int4-tiles")
+ON_GPUS_ALONE = (*FP8, *FP8_LAYERS, "int4-tiles")
 # The largest difference: torch's FP8 and bitsandbytes' int8 round x too.
-TOLERANCES = {"int8": 0.05, "int4": 0.02, "int4-tiles": 0.02} | dict.fromkeys(FORMATS, 0.02) | dict.fromkeys(FP8, 0.08)
+TOLERANCES = {"int8": 0.05, "int4": 0.02, "int4-tiles": 0.02} | dict.fromkeys(FORMATS, 0.02)
+TOLERANCES |= dict.fromkeys((*FP8, *FP8_LAYERS), 0.08)
 PROVIDERS = ("eager", "ours", "ours-bf16")
 WIDTHS = {"cuda": ((4096, 14336), (2048, 8192), (8192, 28672)), "cpu": ((2048, 5632), (1024, 4096))}
 WIDTHS["quick"] = ((128, 256),)
@@ -90,11 +92,13 @@ class GatedMLP(nn.Module):
 def made(width: int, hidden: int, form: str) -> list[nn.Module]:
     """MLPs with more bytes in total than a GPU's L2 keeps until their next turn."""
     torch.manual_seed(0)
-    of_value = 1.0 if form in FP8 or form == "int8" else 0.5
+    of_value = 1.0 if form.startswith("fp8") or form == "int8" else 0.5
     copies = max(1, round(L2_BYTES / (3 * of_value * width * hidden)) + 1) if ON_GPU else 1
     with torch.device(DEVICE):
         if form in FP8:
             return [quantised_fp8.GatedMLP(width, hidden, FP8[form]) for _ in range(copies)]
+        if form in FP8_LAYERS:
+            return [quantised_fp8.LayersMLP(width, hidden, FP8_LAYERS[form]) for _ in range(copies)]
         if form in INTEGERS:
             return [INTEGERS[form](width, hidden).to(DEVICE).requires_grad_(False) for _ in range(copies)]
         mlps = [GatedMLP(width, hidden, *FORMATS[form]) for _ in range(copies)]
@@ -163,7 +167,7 @@ def run(given) -> dict:
         for sizes in WIDTHS[kind]
         for form in given.formats
         for rows in given.rows or ROWS[kind]
-        if form in ("nf4", "fp8-blocks", *INTEGERS) or sizes == WIDTHS[kind][0]
+        if form in ("nf4", "fp8-blocks", "fp8-linear", *INTEGERS) or sizes == WIDTHS[kind][0]
     ]
     if given.models:
         todo = quantised_models.points_of(given.formats)

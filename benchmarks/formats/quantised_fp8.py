@@ -1,9 +1,15 @@
-"""A gated MLP with FP8 weights and torch's GEMMs: blocks of 128 x 128, as in transformers' FP8Linear, or per-row
-scales.
+"""Gated MLPs with FP8 weights: by torch's GEMMs, and by the layers of transformers and torchao.
 
-Compiled functions round x and the hidden values to FP8, in groups of 128 or by row; the second also applies the
-activation. Gate and up are one GEMM. CPUs have no such GEMMs, so weights are decoded there.
+With torch's GEMMs, weights have scales for blocks of 128 x 128 or for rows. Compiled functions round x and the hidden
+values to FP8, in groups of 128 or by row; the second also applies the activation. Gate and up are one GEMM. CPUs have
+no such GEMMs, so weights are decoded there.
+
+The products of transformers' FP8Linear are Triton kernels from the Hub, and those of its CompressedTensorsFP8Linear and
+of torchao's Float8Tensor are torch's. All three round x in each layer.
 """
+
+import importlib
+import os
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +27,86 @@ def rounded(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return (groups / scales).to(torch.float8_e4m3fn).flatten(-2), scales.squeeze(-1)
 
 
+def in_fp8(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """A weight [n, k] in FP8, and the scales of its blocks."""
+    (out, of), (rows, columns) = weight.shape, block
+    tiles = weight.view(out // rows, rows, of // columns, columns)
+    scales = tiles.abs().amax((1, 3)) / LARGEST
+    return (tiles / scales[:, None, :, None]).view(out, of).to(torch.float8_e4m3fn), scales
+
+
+def decoded(values: Tensor, scales: Tensor, block: tuple[int, int] | None, dtype: torch.dtype) -> Tensor:
+    rows, columns = block or (1, values.shape[1])
+    return (values.float() * scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)).to(dtype)
+
+
+def operands_of(parts: list[tuple[Tensor, Tensor]], block: tuple[int, int] | None, fast: int = 0) -> tuple:
+    """Weights in the op's form."""
+    weights, layouts = [], []
+    for values, scales in parts:
+        weights += [values, scales, None, None, None]
+        layouts += [*values.shape, *(block or (1, values.shape[1])), fast]
+    return weights, layouts, [0.0] * 3
+
+
 def activated(gate_up: Tensor, group: int) -> tuple[Tensor, Tensor]:
     gate, up = gate_up.float().chunk(2, -1)
     return rounded(F.silu(gate) * up, group)
+
+
+class LayersMLP(nn.Module):
+    """A gated MLP of one kind of layer: "linear", "compressed" or "torchao"."""
+
+    def __init__(self, width: int, hidden: int, kind: str) -> None:
+        super().__init__()
+        os.environ["TRANSFORMERS_DISABLE_DEEPGEMM_LINEAR"] = "1"
+        self.block, self.fast = ((128, 128), 0) if kind == "linear" else (None, 2 if kind == "torchao" else 0)
+        for name, of, out in (("gate", width, hidden), ("up", width, hidden), ("down", hidden, width)):
+            plain = nn.Linear(of, out, bias=False, dtype=torch.bfloat16)
+            self.add_module(name, getattr(self, f"_{kind}")(plain))
+
+    def _linear(self, plain: nn.Linear) -> nn.Module:
+        kind = importlib.import_module("transformers.integrations.finegrained_fp8").FP8Linear
+        return self._filled(kind(plain.in_features, plain.out_features, self.block), plain, "weight_scale_inv")
+
+    def _compressed(self, plain: nn.Linear) -> nn.Module:
+        home = importlib.import_module("transformers.integrations.compressed_tensors")
+        made = home.CompressedTensorsFP8Linear(plain.in_features, plain.out_features)
+        return self._filled(made, plain, "weight_scale")
+
+    def _torchao(self, plain: nn.Linear) -> nn.Module:
+        torchao = importlib.import_module("torchao.quantization")
+        config = torchao.Float8DynamicActivationFloat8WeightConfig(granularity=torchao.PerRow())
+        torchao.quantize_(plain, config)
+        return plain
+
+    def _filled(self, layer: nn.Module, plain: nn.Linear, scales: str) -> nn.Module:
+        values, of_values = in_fp8(plain.weight.detach().float(), self.block or (1, plain.in_features))
+        of_values = of_values if self.block else of_values.t().contiguous()
+        for name, tensor in (("weight", values), (scales, of_values)):
+            setattr(layer, name, nn.Parameter(tensor, requires_grad=False))
+        return layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+    def parts(self) -> list[tuple[Tensor, Tensor]]:
+        """Values and scales of gate, up and down."""
+        found = []
+        for layer in (self.gate, self.up, self.down):
+            weight = layer.weight
+            scales = getattr(layer, "weight_scale_inv", getattr(layer, "weight_scale", None))
+            found.append((weight.qdata, weight.scale) if scales is None else (weight.detach(), scales.detach()))
+        return found
+
+    def decoded(self, dtype: torch.dtype) -> list[Tensor]:
+        return [
+            decoded(values, scales.view(-1, 1) if self.block is None else scales, self.block, dtype)
+            for values, scales in self.parts()
+        ]
+
+    def operands(self) -> tuple:
+        return operands_of(self.parts(), self.block, self.fast)
 
 
 class GatedMLP(nn.Module):
@@ -31,10 +114,7 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.block = block
         for name, out, of in (("gate_up", 2 * hidden, width), ("down", width, hidden)):
-            rows, columns = block or (1, of)
-            tiles = torch.randn(out // rows, rows, of // columns, columns) * of**-0.5
-            scales = tiles.abs().amax((1, 3)) / LARGEST
-            values = (tiles / scales[:, None, :, None]).view(out, of).to(torch.float8_e4m3fn)
+            values, scales = in_fp8(torch.randn(out, of) * of**-0.5, block or (1, of))
             self.register_buffer(name, values)
             self.register_buffer(f"{name}_scales", scales)
         if torch.get_default_device().type == "cuda":
@@ -69,17 +149,7 @@ class GatedMLP(nn.Module):
         return [*pairs, (self.down, self.down_scales)]
 
     def decoded(self, dtype: torch.dtype) -> list[Tensor]:
-        found = []
-        for values, scales in self.parts():
-            rows, columns = self.block or (1, values.shape[1])
-            wide = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-            found.append((values.float() * wide).to(dtype))
-        return found
+        return [decoded(values, scales, self.block, dtype) for values, scales in self.parts()]
 
     def operands(self) -> tuple:
-        """The weights in the op's form."""
-        weights, layouts = [], []
-        for values, scales in self.parts():
-            weights += [values, scales, None, None, None]
-            layouts += [*values.shape, *(self.block or (1, values.shape[1])), 0]
-        return weights, layouts, [0.0] * 3
+        return operands_of(self.parts(), self.block)
