@@ -362,7 +362,11 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block, bool adapted
   }
   const bool all_quantised = quantised.count == layers;
   if (has_adapters ? block != nullptr || !quantised.in_four_bits() : adapted && !all_quantised) return nullptr;
-  if (!has_adapters && quantised.count > 0 && (!all_quantised || takes_rows(quantised, mlp.x) != kYes)) return nullptr;
+  if (!has_adapters && quantised.count > 0) {
+    const Answer takes = all_quantised ? takes_rows(quantised, mlp.x) : kError;
+    if (takes == kNo && !recording && mlp.asks) return PyBool_FromLong(false);
+    if (takes != kYes) return nullptr;
+  }
   const Owned cast_to(autocast_dtype());
   // Autocast casts for a block's norms and sum, and quantised layers have dtypes of their own.
   if (PyErr_Occurred() || (cast_to && (block != nullptr || quantised.count > 0))) return nullptr;

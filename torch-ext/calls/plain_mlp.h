@@ -16,7 +16,7 @@ struct Mlp {
   PyObject* act;
   Objects between;
   bool in_eval = false;  // the module is known to be in eval mode
-  bool asks = false;     // returns False if a dropout before an adapter is active, which no op supports
+  bool asks = false;     // returns False if nothing in Python would take the call either
 };
 
 // The block around an MLP: the norm of its input; the modulation of that norm, a tuple of a scale that is stored less 1
@@ -74,7 +74,8 @@ Answer is_left(const Mlp& mlp, PyObject* dtype, const Block& block);
 //
 // Returns False if autograd records and a block is too small for an op. For a block without a gate, and an MLP that
 // `asks`, it does so too if calling the first projection does more than run that layer's forward, as with hooks: then
-// no part of the MLP can be fused, and was_hooked() is true until the next call.
+// no part of the MLP can be fused, and was_hooked() is true until the next call. An MLP that `asks` is also refused if
+// a dropout before an adapter is active, or if its quantised layers compute this many rows themselves.
 //
 // If `adapted`, a result is known only if a projection has an adapter or a quantised weight.
 PyObject* fused(const Mlp& mlp, bool recording, const Block* block = nullptr, bool adapted = false);

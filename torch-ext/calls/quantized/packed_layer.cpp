@@ -9,6 +9,9 @@
 namespace fused_mlp {
 namespace {
 
+// The nested_block of an FP8 weight whose layer rounds x too; scaled kernels may be faster than its own product.
+constexpr int64_t kRoundsX = 1;
+
 // How classes of layers store their weights.
 enum Form : Py_ssize_t { kFourBits, kBlocked, kInt8, kRows, kTensor, kTiles };
 enum KnownField : Py_ssize_t { kUnchanged, kForm, kWeightClass };
@@ -163,6 +166,7 @@ bool read_blocked(const Held& layer, const Held& parameters, PyObject* weight, P
   w->block_rows = w->n, w->block = w->k;
   if (block != nullptr && block != Py_None && !Held::pair(block, &w->block_rows, &w->block)) return false;
   if (w->k > w->block && w->block != 128 && w->block != 256 && w->block != 512) return false;
+  w->nested_block = kRoundsX;
   return parameters.floats(n.scale_inv, settings.parameter, w->blocks(), w->device, &w->scales);
 }
 
@@ -199,8 +203,10 @@ bool read_tensor(PyObject* weight, PackedWeight* w) {
   PyObject* const values = held.at(n.tensor_data);
   if (values == nullptr || class_of(values) != settings.tensor || has(n.on_input[0]) || has(n.on_input[1]))
     return false;
+  const bool rounds = has(n.on_input[2]);
   if (!read_rows(values, held, n.tensor_scale, settings.tensor, 1, w)) return false;
-  if (has(n.on_input[2])) {
+  if (w->coding == Coding::kFp8) w->nested_block = rounds ? kRoundsX : 0;
+  if (rounds) {
     PyObject* const rounding = held.at(n.on_input[2]);
     for (PyObject* bound : n.input_bounds) {
       if (w->coding == Coding::kInt8 || has_attribute(rounding, bound, Py_None) != kYes) return false;
@@ -249,7 +255,7 @@ bool read(Form form, const Held& layer, const Held& parameters, PyObject* weight
       return read_int8(layer, weight, w);
     case kRows:
       return layer.lacks(names().scale_of_rows) &&
-             read_rows(weight, parameters, names().scale_of_rows, settings.parameter, 1, w);
+             read_rows(weight, parameters, names().scale_of_rows, settings.parameter, kRoundsX, w);
     case kTensor:
       return read_tensor(weight, w);
     case kTiles:
@@ -263,10 +269,11 @@ bool read(Form form, const Held& layer, const Held& parameters, PyObject* weight
 Answer takes_tiles(const PackedWeights& weights, PyObject* x) {
   dlpack::Tensor view;
   if (!read_directly(x, &view) || !(view.dtype == dlpack::kBFloat16)) return PyErr_Occurred() ? kError : kNo;
-  return answer(std::all_of(weights.of, weights.of + weights.count, [](const PackedWeight& weight) {
+  const bool streams = std::all_of(weights.of, weights.of + weights.count, [](const PackedWeight& weight) {
     const int64_t blocks = weight.block / 64;
     return weight.in_tiles() && weight.k % 64 == 0 && (weight.block >= weight.k || (blocks & (blocks - 1)) == 0);
-  }));
+  });
+  return streams ? kYes : kError;  // others may be decoded
 }
 
 }  // namespace
@@ -316,8 +323,9 @@ Answer takes_rows(const PackedWeights& weights, PyObject* x) {
   if (coding == Coding::kInt4Tiles) return takes_tiles(weights, x);
   for (int i = 0; i < weights.count; ++i) {
     const PackedWeight& weight = weights.of[i];
-    if (!weight.blocked() || weight.in_tiles()) return kNo;
-    rounds = rounds && (weight.block_rows % 128 == 0 || weight.block_rows >= weight.n);
+    if (!weight.blocked() || weight.in_tiles()) return kError;
+    const bool may_round = weight.block_rows == 1 || weight.block_rows % 128 == 0 || weight.block_rows >= weight.n;
+    rounds = rounds && may_round && weight.nested_block == kRoundsX;
     largest = std::max(largest, weight.elements());
   }
   const int64_t elements = number_of_elements(x), width = elements < 0 ? -1 : size_of_last(x);
@@ -325,7 +333,7 @@ Answer takes_rows(const PackedWeights& weights, PyObject* x) {
   const int64_t rows = elements / width;
   if (rows <= PyLong_AsSsize_t(settings.few_rows)) return kYes;
   for (int i = 1; i < weights.count; ++i) {
-    if (weights.of[i].coding != coding) return kNo;
+    if (weights.of[i].coding != coding) return kError;
   }
   const Owned size(PyLong_FromSsize_t(largest));
   PyObject *const int8 = coding == Coding::kInt8 ? Py_True : Py_False, *const rounded = rounds ? Py_True : Py_False;

@@ -31,7 +31,7 @@ Answer read_packed(PyObject* layer, PyObject* known, bool recording, PyObject* d
                    Py_ssize_t weight_place, Py_ssize_t bias_place, PackedWeights* weights);
 
 // True if these weights have compatible formats, and are not left to their layers' own products for this many rows,
-// which may round x too.
+// which may round x too. kError, perhaps without an error set, if Python has to decide.
 Answer takes_rows(const PackedWeights& weights, PyObject* x);
 
 }  // namespace fused_mlp
