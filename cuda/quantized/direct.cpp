@@ -1,4 +1,4 @@
-// MLPs with quantised weights and their blocks without tensors, by kernels that read codes.
+// MLPs with quantised weights and their blocks without tensors, by kernels of this package.
 #include "direct.h"
 
 #include <array>
@@ -6,6 +6,7 @@
 
 #include "../norms/run_norm.h"
 #include "coded_layer.h"
+#include "scaled/rounded_rows.h"
 
 namespace fused_mlp {
 namespace {
@@ -43,32 +44,50 @@ struct Steps {
     const Weights weights(mlp);
     FloatScales scales(weights.span());
     scales.unnest(stream);
-    std::optional<Scratch> normed, hidden;
+    std::optional<Scratch> normed;
     Matrix x = mlp.x;
     if (mlp.first.kind != NormKind::kNone) {
       x = {normed.emplace(bytes(mlp.in)).data(), mlp.in};
       norm(mlp.x, kNoMatrix, x, mlp.in, mlp.first);
     }
-    if (second) {
-      const int64_t features = mlp.layers[0].out;
-      const Matrix result{hidden.emplace(bytes(features)).data(), features};
-      launch(&first, scales, 0, x, result, false);
-      x = result;
-    }
     const int last = mlp.count - 1;
     const Matrix result{out, mlp.layers[last].out};
-    launch(second ? &*second : &first, scales, last, x, result, second.has_value());
+    if (!(second && rounds_hidden(scales, x, result))) run_layers(scales, x, result);
     if (mlp.residual.data != nullptr) norm(result, mlp.residual, result, result.row_stride, mlp.last);
   }
 
  private:
   int64_t bytes(int64_t features) const { return mlp.rows * features * element_bytes(mlp.dtype); }
 
-  void launch(CodedLayer* layer, const FloatScales& scales, int number, const Matrix& x, const Matrix& out,
-              bool early) const {
+  // Launches both layers if the hidden values can be in e4m3 between them.
+  bool rounds_hidden(const FloatScales& scales, const Matrix& x, const Matrix& out) {
+    prepare(&first, scales, 0, x, kNoMatrix);
+    prepare(&*second, scales, 1, {nullptr, mlp.layers[0].out}, out);
+    return launch_with_rounded_hidden(first, *second, gpu, stream);
+  }
+
+  void run_layers(const FloatScales& scales, Matrix x, const Matrix& out) {
+    if (!second) return launch(&first, scales, 0, x, out, false);
+    const int64_t features = mlp.layers[0].out;
+    const Scratch hidden(bytes(features));
+    const Matrix result{hidden.data(), features};
+    launch(&first, scales, 0, x, result, false);
+    launch(&*second, scales, 1, result, out, first.plan.reads_codes());
+  }
+
+  void prepare(CodedLayer* layer, const FloatScales& scales, int number, const Matrix& x, const Matrix& out) const {
     layer->take(part_of(mlp.layers[number]), scales);
     layer->problem.a = x;
     layer->problem.out = out;
+  }
+
+  void launch(CodedLayer* layer, const FloatScales& scales, int number, const Matrix& x, const Matrix& out,
+              bool early) const {
+    prepare(layer, scales, number, x, out);
+    if (layer->runs(CodedLoop::kScaled)) {
+      const RoundedRows rounded(layer->problem, stream);
+      return multiply_rounded(*layer, rounded.rows(), gpu, stream);
+    }
     layer->problem.starts_early = early;
     check(launch_coded(layer->problem, layer->plan, gpu, stream));
   }
@@ -86,7 +105,7 @@ std::function<void(void*)> plan_quantized_direct(const PlainMlp& mlp, const Gpu&
   const auto planned = [&](int number, const Matrix& x) {
     return CodedLayer(part_of(mlp.layers[number]), scales, x, mlp.rows, mlp.dtype, gpu);
   };
-  const auto runs = [](const CodedLayer& layer) { return layer.fused() && layer.plan.reads_codes(); };
+  const auto runs = [](const CodedLayer& layer) { return layer.fused() && layer.plan.loop != CodedLoop::kScaledMm; };
   const Matrix x = mlp.first.kind != NormKind::kNone ? Matrix{nullptr, mlp.in} : mlp.x;
   Steps steps{mlp, gpu, current_stream(mlp.device), planned(0, x), std::nullopt};
   if (!runs(steps.first) || !shares_format(part_of(mlp.layers[0]))) return {};

@@ -90,7 +90,7 @@ class Run {
     layer.problem.out.data = out.mutable_data_ptr();
     if (layer.runs(CodedLoop::kScaled)) {
       const RoundedRows rounded(layer.problem, stream);
-      multiply(layer, rounded.rows(), gpu(x.get_device_index()), stream);
+      multiply_rounded(layer, rounded.rows(), gpu(x.get_device_index()), stream);
     } else {
       layer.problem.starts_early = early;
       check(launch_coded(layer.problem, layer.plan, gpu(x.get_device_index()), stream));
@@ -112,23 +112,13 @@ class Run {
     if (layer.runs(CodedLoop::kScaledMm) && behind.runs(CodedLoop::kScaledMm)) {
       return run_by_rows(x, first, last.layer);
     }
-    if (!layer.runs(CodedLoop::kScaled) || layer.plan.split > 1 || !behind.runs(CodedLoop::kScaled)) return {};
-    const cudaStream_t stream = current_stream(x);
+    if (!layer.runs(CodedLoop::kScaled) || !behind.runs(CodedLoop::kScaled)) return {};
     const Tensor out = new_dense(x, with_last_size(x, second.first->n));
     behind.problem.out.data = out.mutable_data_ptr();
-    const RoundedRows rounded(layer.problem, stream), between(rows.rows, hidden);
-    check(launch_scaled(layer.problem, layer.plan, rounded.rows(), between.rows(), nullptr, on, stream));
-    multiply(behind, between.rows(), on, stream);
-    return out;
+    return launch_with_rounded_hidden(layer, behind, on, current_stream(x)) ? std::optional(out) : std::nullopt;
   }
 
  private:
-  static void multiply(const CodedLayer& layer, const ScaledRows& a, const Gpu& gpu, cudaStream_t stream) {
-    const int64_t parts = layer.plan.split > 1 ? layer.plan.split * layer.problem.m * layer.problem.n : 0;
-    const Scratch sums(parts * static_cast<int64_t>(sizeof(float)));
-    check(launch_scaled(layer.problem, layer.plan, a, {}, static_cast<float*>(sums.data()), gpu, stream));
-  }
-
   // One layer, or gate and up, and a second one if there is one, by torch's products of rounded rows.
   static Tensor run_by_rows(const Tensor& x, const LayerPart& part, const QuantizedLayer* second) {
     const TensorRows rows(x);
