@@ -279,6 +279,19 @@ def test_many_rows_are_left(fused_mlp, device, ops, kind):
         assert len(ops) == (MLPS if is_fused else 0)
 
 
+@pytest.mark.skipif(not IS_HOPPER, reason="Hopper's kernels round many rows")
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind][1] == "fp8"])
+def test_many_rows_past_the_dispatcher(fused_mlp, device, kind):
+    """The kernels launched by compiled code compute the same as those of the op, with the block's norm and sum."""
+    model, fused, _ = pair(fused_mlp, device, kind)
+    for rows in (20, 50, 150):
+        inputs = {"input_ids": torch.randint(3, 64, (2, rows), device=device)}
+        found = run(fused, inputs)
+        assert_close(found, run(model, inputs), tolerance(kind))
+        with fused_mlp.backend("cuda"):  # through the dispatcher
+            assert_close(run(fused, inputs), found, 1e-2)
+
+
 @kinds
 def test_autocast_is_left_to_the_layers(fused_mlp, device, ops, kind):
     model, fused, inputs = pair(fused_mlp, device, kind)
