@@ -192,7 +192,8 @@ def are_quantized(module: nn.Module) -> bool:
 
 def words_of(module: nn.Module) -> str:
     """Return the report's words for the format of a module's weights, which follow the pattern of experts."""
-    return quantized.words_of(module)
+    found = proofs.of(module)
+    return "" if found is None else quantized.words_of(module, found.weights, found.form)
 
 
 def _fused(

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from ... import dispatch
-from ...backends import native
 from ...quantized import experts as quantized_experts
 from ...quantized.experts import QuantizedStack
 from ..parts.guards import are_unchanged
@@ -107,23 +106,24 @@ def _stack(state: Any, name: str) -> Union[str, QuantizedStack]:
     return QuantizedStack(weight.detach(), scales.detach(), (experts, out, width), "fp8", tuple(block))
 
 
-def device_refusal(stacks: Tuple[QuantizedStack, QuantizedStack], form: Any) -> Optional[str]:
-    """Return the reason why transformers' own products run calls with few rows on a device; None if they do not."""
+def device_refusal(stacks: Tuple[QuantizedStack, QuantizedStack], form: Any, rows: int = 1) -> Optional[str]:
+    """Return the reason why transformers' own products run calls with this many rows on a device; None if they do
+    not."""
     device = stacks[0].device
     reason = dispatch.quantized_refusal(device, torch.bfloat16, "fp8")
     if reason is not None or dispatch.is_forced():
         return None if reason is None else f"weights in FP8 {reason}"
     x = torch.empty((1, stacks[0].shape[2]), dtype=torch.bfloat16, device=device)
-    routing = torch.empty((1, 1), dtype=torch.int64, device=device), torch.empty((1, 1), device=device)
+    one = torch.empty((1, 1), dtype=torch.int64, device=device), torch.empty((1, 1), device=device)
+    routing = (each.expand(rows, 1) for each in one)
     return quantized_experts.refusal((x, *routing, *stacks, None, None), form)
 
 
-def words_of(module: nn.Module) -> str:
+def words_of(module: nn.Module, weights: Any, form: Any) -> str:
     """Return the report's words for FP8 weights, which follow the pattern of experts; empty for other weights."""
     if not is_read(module):
         return ""
-    state = module.__dict__
-    weight, block = state["_parameters"].get("down_proj"), state.get("block_size") or ()
-    is_hopper = isinstance(weight, torch.Tensor) and weight.is_cuda and native.is_hopper(weight)
-    rounds = is_hopper and all(size % 128 == 0 for size in block)
-    return " in fp8" if rounds else f" in fp8 up to {quantized_experts.MOST_ROWS['fp8']} rows per expert"
+    stacks, most = stacks_of(module, weights), quantized_experts.MOST_ROWS["fp8"]
+    more = None if isinstance(stacks, str) else stacks[0].shape[0] * most + 1
+    has_limit = more is None or device_refusal(stacks, form, more) is not None
+    return f" in fp8 up to {most} rows per expert" if has_limit else " in fp8"
