@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import gelu
-from fuzz_parts import Ending, FeedForward, GatedPerceptron, Perceptron, Quick, RootMeanSquare, Scaled, Scales, Wide
-from fuzz_parts import Turns, cubed, in_turn, lora, record, relu_and_mul, tanh_gelu, wrapped
+from fuzz_parts import Ending, FeedForward, GatedPerceptron, Halves, Perceptron, Quick, RootMeanSquare, Scaled, Scales
+from fuzz_parts import Turns, Wide, cubed, handed, in_turn, lora, named, record, relu_and_mul, tanh_gelu, wrapped
 from modules import WRAPPERS, FalconLinear, GateUp, UpGate
 
 _here = True
@@ -683,14 +683,15 @@ class Writer:
         instance = "self" if self.likely(0.9) else "this"
         body = "\n".join(statements).replace("self.", f"{instance}.")
         method = f"def forward({instance}, {arguments}):\n{textwrap.indent(body, '    ')}"
-        way = self.draw.choices(["alone", "helper", "decorated", "no_grad", "inherited", "inner"], [16, 3, 1, 1, 2, 1])[
+        way = self.draw.choices(["alone", "helper", "decorated", "no_grad", "inherited", "inner"], [16, 3, 4, 1, 2, 1])[
             0
         ]
         if way == "helper":
             method = method.replace("def forward", "def chunk", 1)
             method += "\n\ndef forward(self, *args, **kwargs):\n    return self.chunk(*args, **kwargs)"
         elif way == "decorated":
-            method = f"@wrapped\n{method}"
+            decorators = self.draw.choices(["wrapped", "named", "handed"], k=self.draw.choice([1, 1, 2]))
+            method = "".join(f"@{name}\n" for name in decorators) + method
         elif way == "no_grad":
             method = f"@torch.no_grad()\n{method}"
         elif way == "inner":
@@ -722,8 +723,8 @@ class Writer:
             projections[str(len(parts))] = (width, out)
             parts.append(f"nn.Linear({width}, {out})")
             width = out
-            if self.likely(0.1) and width % 2 == 0:
-                parts.append(self.draw.choice(["nn.GLU()", "UpGate()", "GateUp()"]))
+            if self.likely(0.2) and width % 2 == 0:
+                parts.append(self.draw.choice(["nn.GLU()", "UpGate()", "GateUp()", "Halves()", "Halves(dim=1)"]))
                 width //= 2
             elif self.likely(0.8):
                 parts.append(self.draw.choice([act for act in ACT_MODULES if act.startswith(("nn.", "Q", "W", "S"))]))

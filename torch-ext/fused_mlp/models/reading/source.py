@@ -111,11 +111,12 @@ def _look_up(node: ast.expr, function: FunctionType) -> Optional[LookUp]:
 def inside(function: FunctionType) -> Optional[FunctionType]:
     """Return the function that a decorator's function wraps, if functools.wraps marks it and the closure holds it."""
     inner = getattr(function, "__wrapped__", None)
-    held = any(_holds(cell, inner) for cell in function.__closure__ or ())
+    held = any(is_held(cell, inner) for cell in function.__closure__ or ())
     return inner if held and isinstance(inner, FunctionType) else None
 
 
-def _holds(cell: CellType, value: Any) -> bool:
+def is_held(cell: CellType, value: Any) -> bool:
+    """True if a function's cell contains this object."""
     return cell != CellType() and cell.cell_contents is value  # an empty cell equals a new one, and has no contents
 
 
