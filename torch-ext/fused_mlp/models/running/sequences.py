@@ -97,8 +97,11 @@ def _applied(pattern: Pattern, act: nn.Module) -> Tuple[Pattern, Optional[shortc
     halves = recognition.known_halves(act)
     if halves is None:
         return pattern, act
-    gated = halved(pattern, halves.up_first)
-    return gated, halves.act.function if recognition.altered_halves(act, halves) is None else None
+    if shortcut.plain is not None:
+        is_own = shortcut.plain.is_bare(act) and shortcut.plain.are_unchanged(halves.guards.unchanged)
+    else:
+        is_own = recognition.altered_halves(act, halves) is None
+    return halved(pattern, halves.up_first), halves.act.function if is_own else None
 
 
 @functools.cache
