@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import gelu
-from fuzz_parts import Ending, FeedForward, GatedPerceptron, Halves, Perceptron, Quick, RootMeanSquare, Scaled, Scales
-from fuzz_parts import Turns, Wide, cubed, handed, in_turn, lora, named, record, relu_and_mul, tanh_gelu, wrapped
+from fuzz_parts import Ending, FeedForward, GatedPerceptron, Halves, Options, Perceptron, Quick, RootMeanSquare, Scaled
+from fuzz_parts import Scales, Turns, Wide, cubed, handed, in_turn, lora, named, record, relu_and_mul, tanh_gelu
+from fuzz_parts import wrapped
 from modules import WRAPPERS, FalconLinear, GateUp, UpGate
 
 _here = True
@@ -66,7 +67,8 @@ ACT_MODULES = [
 ACTIVATIONS = ("GELU", "SiLU", "ReLU", "Tanh", "LeakyReLU", "Mish")
 SPELLED = """
 F.gelu({h}) | gelu({h}) | F.silu({h}) | F.relu({h}) | torch.relu({h}) | torch.sigmoid({h}) | tanh_gelu({h})
-F.gelu({h}, approximate="tanh") | F.gelu({h}, approximate=self.approximate) | F.gelu(input={h}) | cubed({h})
+F.gelu({h}, approximate="tanh") | F.gelu({h}, approximate=self.options.way)
+F.gelu({h}, approximate=self.approximate) | F.gelu(input={h}) | cubed({h})
 F.silu({h}, inplace=True) | F.relu({h}, True) | F.silu({h}, inplace=self.training) | F.silu({h}, other=1)
 {h}.relu() | {h}.sigmoid() | {h}.tanh() | {h}.relu_() | {h}.pow(2) | F.leaky_relu({h}, 0.1) | torch.tanh({h})
 {h} * torch.sigmoid({h}) | torch.sigmoid({h}) * {h} | {h} * torch.sigmoid(1.702 * {h}) | {h} * {h}.sigmoid()
@@ -362,7 +364,8 @@ MODULE_CHANGES = [
     "Made.forward.__code__ = Made.forward.__code__.replace()",
     "globals().update(is_here=lambda: False)",
     "m.flag = not m.flag",
-    "m.approximate = 'tanh'",
+    "m.approximate = m.options.way = 'tanh'",
+    "del m.options.way",
     "m.approximate = 'neither'",
     "m.p = 0.9",
     "m.later = nn.LazyLinear(3)",
@@ -675,7 +678,7 @@ class Writer:
         parts += [f"self.before, self.glu = nn.LayerNorm({self.n_in}), {glu}"]
         parts += [f"self.after, self.scales = nn.LayerNorm({self.n_out}, eps=0.1), Scales({self.n_out})"]
         parts += [f"self.first, self.root = RootMeanSquare({self.n_in}), RootMeanSquare({self.n_out})"]
-        parts += ["self.factor, self.dim = 0.25, -1"]
+        parts += ["self.factor, self.dim, self.options = 0.25, -1, Options()"]
         parts += ["self.flag, self.calls, self.p, self.approximate, self.last = True, 0, 0.2, 'none', None"]
         parts += ["self.register_buffer('count', torch.zeros(()))", "self.mean = nn.Parameter(torch.zeros(()))"]
         self.draw.shuffle(parts)

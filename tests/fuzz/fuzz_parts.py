@@ -68,6 +68,11 @@ class Quick(nn.Module):
         return input * torch.sigmoid(1.702 * input)
 
 
+class Options:
+    def __init__(self):
+        self.way = "none"
+
+
 class Halves(nn.Module):
     def __init__(self, dim=-1):
         super().__init__()

@@ -247,6 +247,14 @@ class Up(nn.Module):
         return up * F.silu(gate)
 
 
+class Even(nn.Module):
+    def forward(self, x):
+        if x.shape[-1] % 2 != 0:
+            raise ValueError("odd")
+        x, gate = x.chunk(2, dim=-1)
+        return x * F.relu(gate)
+
+
 class OfTokens(nn.Module):
     def forward(self, x):
         gate, up = x.chunk(2, dim=1)
@@ -267,10 +275,10 @@ CHANGES_OF_HALVES = {
 }
 
 
-@pytest.mark.parametrize("product", (UpGate, Up))
+@pytest.mark.parametrize("product", (UpGate, Up, Even))
 def test_a_product_of_halves_is_an_activation(fused_mlp, device, ops, product):
     torch.manual_seed(0)
-    pattern = "packed gated, up first" if product is UpGate else "packed gated"
+    pattern = "packed gated" if product is Up else "packed gated, up first"
     module, fused = warmed(fused_mlp, halves(product)().to(device).eval(), x_of(device), pattern=pattern)
     ops.clear()
     x = x_of(device)
@@ -290,6 +298,13 @@ def test_a_change_of_halves_is_seen(fused_mlp, device, monkeypatch, change):
     x = x_of(device)
     with torch.no_grad():
         assert_close(*alike(lambda each: each(x), fused, module))
+
+
+def test_an_odd_number_of_features_has_no_halves(fused_mlp, device):
+    fused = nn.Sequential(nn.Linear(32, 35), Even(), nn.Linear(17, 32)).to(device)
+    fused_mlp.fuse_mlps(fused)
+    with pytest.raises(ValueError, match="odd"):
+        fused(x_of(device))
 
 
 def test_halves_of_other_dimensions_are_left(fused_mlp, device):

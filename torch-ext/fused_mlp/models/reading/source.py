@@ -16,7 +16,7 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tu
 import torch
 from torch import nn
 
-from .attributes import attribute_of, children_of, is_module
+from .attributes import attribute_of, children_of, is_module, state_of
 
 _FUTURES = functools.reduce(
     int.__or__, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
@@ -132,6 +132,9 @@ def value_of(node: ast.expr, function: FunctionType, first: Any) -> Any:
             return attribute_of(owner, node.attr)
         if isinstance(owner, ModuleType):
             return vars(owner).get(node.attr)
+        if type(owner).__getattribute__ is object.__getattribute__ and node.attr in state_of(owner):  # a configuration
+            value = attribute_of(owner, node.attr)
+            return value if type(value) in (bool, int, float, str) else None
         of_autograd = isinstance(owner, type) and issubclass(owner, torch.autograd.Function) and node.attr == "apply"
         return owner.apply if of_autograd else None
     if not isinstance(node, ast.Name):
