@@ -156,3 +156,18 @@ def test_compiled(fused_mlp, device):
     x = x_of(device)
     with torch.no_grad():
         assert_close(torch.compile(fused.eval(), backend="eager")(x), layer.eval()(x))
+
+
+def test_compiled_by_its_decorator(fused_mlp, device):
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    layer, fused, _ = pair(fused_mlp, device, (functools.partial(torch.compile, backend=backend),))
+    x = x_of(device)
+    with torch.no_grad():
+        assert_close(fused.eval()(x), Layer.forward(layer.eval(), x))
+    assert any(f"{fused_mlp.__name__}" in str(node.target) for node in graphs[0].graph.nodes)

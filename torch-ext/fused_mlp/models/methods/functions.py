@@ -116,16 +116,18 @@ def _calls_of_others(definition: ast.FunctionDef, instead: Instead, looked_up: L
     changes = [ast.Compare(found, [ast.IsNot()], [name(value)]) for value, found in kept.items()]
     state = ast.Attribute(owner, "__dict__", ast.Load())
     restored = ast.Compare(ast.Constant(FUSED), [ast.NotIn()], [state])
-    is_changed = ast.BoolOp(ast.And(), [ast.BoolOp(ast.Or(), [restored, *changes]), another])
-    is_traced, run = (ast.Attribute(name(_TRACED), word, ast.Load()) for word in ("is_traced", "run"))
-    recorded = [ast.Constant(instead.memory), ast.Constant(instead.method.name), name(_METHOD), name(_INSTEAD), *given]
+    is_changed: ast.expr = ast.BoolOp(ast.Or(), [restored, *changes])
+    words, recorded = ("is_traced", "run"), [ast.Constant(instead.method.name), method, name(_INSTEAD)]
+    if instead.is_inner:
+        another, words, recorded = method, ("is_traced", "recorded"), [method]
+    else:
+        is_changed = ast.BoolOp(ast.And(), [is_changed, another])
+    is_traced, run = (ast.Attribute(name(_TRACED), word, ast.Load()) for word in words)
+    recorded = [ast.Constant(instead.memory), *recorded, *given]
     statements: List[ast.stmt] = [
         ast.If(ast.Call(is_traced, [], []), [ast.Return(ast.Call(run, recorded, named))], []),
         ast.If(is_changed, [ast.Return(ast.Call(another, given, named))], []),
     ]
-    if instead.is_inner:
-        is_changed = ast.BoolOp(ast.Or(), [ast.Call(is_traced, [], []), *changes])
-        statements = [ast.If(is_changed, [ast.Return(ast.Call(method, given, named))], [])]
     if instead.runs_as_written is not None and len(arguments.posonlyargs) + len(arguments.args) > 1:
         runs_as_written = ast.Call(name(_RUNS_AS_WRITTEN), [given[1], given[0], ast.Constant(instead.gated)], [])
         statements.append(ast.If(runs_as_written, [ast.Return(ast.Call(name(_METHOD), given, named))], []))
