@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import gelu
-from fuzz_parts import Ending, FeedForward, GatedPerceptron, Halves, Options, Perceptron, Quick, RootMeanSquare, Scaled
-from fuzz_parts import Scales, Turns, Wide, cubed, handed, in_turn, lora, named, record, relu_and_mul, tanh_gelu
+from fuzz_parts import Casting, Ending, FeedForward, GatedPerceptron, Halves, Options, Perceptron, Quick, RootMeanSquare
+from fuzz_parts import Scaled, Scales, Turns, Wide, cubed, handed, in_turn, lora, named, record, relu_and_mul, tanh_gelu
 from fuzz_parts import wrapped
 from modules import WRAPPERS, FalconLinear, GateUp, UpGate
 
@@ -788,6 +788,8 @@ class Writer:
         init[-1] += f"{mlp}({self.n_out})"
         if self.draw.random() < 0.5:
             init += [f"self.norm = nn.LayerNorm({self.n_out}, elementwise_affine=False)"]
+        elif self.draw.random() < 0.3:
+            init += [f"self.norm = Casting({self.n_out})"]
         shape = self.draw.choice(["{n}", "{n}", "1, {n}", "1", "2, {n}"]).format(n=self.n_out)
         cast = self.draw.choice(["", "", ".float()"])
         init += ["self.way, self.drops = 'a', False"]

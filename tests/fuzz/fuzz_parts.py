@@ -152,6 +152,11 @@ class RootMeanSquare(nn.Module):
         return self.weight * h.to(x.dtype)
 
 
+class Casting(nn.LayerNorm):
+    def forward(self, x):
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps).to(x.dtype)
+
+
 class Scales(nn.Module):
     def __init__(self, width):
         super().__init__()
