@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import gelu
-from fuzz_parts import Ending, FeedForward, GatedPerceptron, Perceptron, Quick, RootMeanSquare, Scaled, Scales, Wide
-from fuzz_parts import Turns, cubed, in_turn, lora, record, relu_and_mul, tanh_gelu, wrapped
+from fuzz_parts import Casting, Ending, FeedForward, GatedPerceptron, Halves, Options, Perceptron, Quick, RootMeanSquare
+from fuzz_parts import Scaled, Scales, Turns, Wide, cubed, handed, in_turn, lora, named, record, relu_and_mul, tanh_gelu
+from fuzz_parts import wrapped
 from modules import WRAPPERS, FalconLinear, GateUp, UpGate
 
 _here = True
@@ -66,7 +67,8 @@ ACT_MODULES = [
 ACTIVATIONS = ("GELU", "SiLU", "ReLU", "Tanh", "LeakyReLU", "Mish")
 SPELLED = """
 F.gelu({h}) | gelu({h}) | F.silu({h}) | F.relu({h}) | torch.relu({h}) | torch.sigmoid({h}) | tanh_gelu({h})
-F.gelu({h}, approximate="tanh") | F.gelu({h}, approximate=self.approximate) | F.gelu(input={h}) | cubed({h})
+F.gelu({h}, approximate="tanh") | F.gelu({h}, approximate=self.options.way)
+F.gelu({h}, approximate=self.approximate) | F.gelu(input={h}) | cubed({h})
 F.silu({h}, inplace=True) | F.relu({h}, True) | F.silu({h}, inplace=self.training) | F.silu({h}, other=1)
 {h}.relu() | {h}.sigmoid() | {h}.tanh() | {h}.relu_() | {h}.pow(2) | F.leaky_relu({h}, 0.1) | torch.tanh({h})
 {h} * torch.sigmoid({h}) | torch.sigmoid({h}) * {h} | {h} * torch.sigmoid(1.702 * {h}) | {h} * {h}.sigmoid()
@@ -362,7 +364,8 @@ MODULE_CHANGES = [
     "Made.forward.__code__ = Made.forward.__code__.replace()",
     "globals().update(is_here=lambda: False)",
     "m.flag = not m.flag",
-    "m.approximate = 'tanh'",
+    "m.approximate = m.options.way = 'tanh'",
+    "del m.options.way",
     "m.approximate = 'neither'",
     "m.p = 0.9",
     "m.later = nn.LazyLinear(3)",
@@ -675,7 +678,7 @@ class Writer:
         parts += [f"self.before, self.glu = nn.LayerNorm({self.n_in}), {glu}"]
         parts += [f"self.after, self.scales = nn.LayerNorm({self.n_out}, eps=0.1), Scales({self.n_out})"]
         parts += [f"self.first, self.root = RootMeanSquare({self.n_in}), RootMeanSquare({self.n_out})"]
-        parts += ["self.factor, self.dim = 0.25, -1"]
+        parts += ["self.factor, self.dim, self.options = 0.25, -1, Options()"]
         parts += ["self.flag, self.calls, self.p, self.approximate, self.last = True, 0, 0.2, 'none', None"]
         parts += ["self.register_buffer('count', torch.zeros(()))", "self.mean = nn.Parameter(torch.zeros(()))"]
         self.draw.shuffle(parts)
@@ -683,14 +686,15 @@ class Writer:
         instance = "self" if self.likely(0.9) else "this"
         body = "\n".join(statements).replace("self.", f"{instance}.")
         method = f"def forward({instance}, {arguments}):\n{textwrap.indent(body, '    ')}"
-        way = self.draw.choices(["alone", "helper", "decorated", "no_grad", "inherited", "inner"], [16, 3, 1, 1, 2, 1])[
+        way = self.draw.choices(["alone", "helper", "decorated", "no_grad", "inherited", "inner"], [16, 3, 4, 1, 2, 1])[
             0
         ]
         if way == "helper":
             method = method.replace("def forward", "def chunk", 1)
             method += "\n\ndef forward(self, *args, **kwargs):\n    return self.chunk(*args, **kwargs)"
         elif way == "decorated":
-            method = f"@wrapped\n{method}"
+            decorators = self.draw.choices(["wrapped", "named", "handed"], k=self.draw.choice([1, 1, 2]))
+            method = "".join(f"@{name}\n" for name in decorators) + method
         elif way == "no_grad":
             method = f"@torch.no_grad()\n{method}"
         elif way == "inner":
@@ -722,8 +726,8 @@ class Writer:
             projections[str(len(parts))] = (width, out)
             parts.append(f"nn.Linear({width}, {out})")
             width = out
-            if self.likely(0.1) and width % 2 == 0:
-                parts.append(self.draw.choice(["nn.GLU()", "UpGate()", "GateUp()"]))
+            if self.likely(0.2) and width % 2 == 0:
+                parts.append(self.draw.choice(["nn.GLU()", "UpGate()", "GateUp()", "Halves()", "Halves(dim=1)"]))
                 width //= 2
             elif self.likely(0.8):
                 parts.append(self.draw.choice([act for act in ACT_MODULES if act.startswith(("nn.", "Q", "W", "S"))]))
@@ -784,6 +788,8 @@ class Writer:
         init[-1] += f"{mlp}({self.n_out})"
         if self.draw.random() < 0.5:
             init += [f"self.norm = nn.LayerNorm({self.n_out}, elementwise_affine=False)"]
+        elif self.draw.random() < 0.3:
+            init += [f"self.norm = Casting({self.n_out})"]
         shape = self.draw.choice(["{n}", "{n}", "1, {n}", "1", "2, {n}"]).format(n=self.n_out)
         cast = self.draw.choice(["", "", ".float()"])
         init += ["self.way, self.drops = 'a', False"]

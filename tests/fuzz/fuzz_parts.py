@@ -32,6 +32,25 @@ def wrapped(function):
     return around
 
 
+def named(function):
+    @functools.wraps(function)
+    def around(module, *args, **kwargs):
+        record.append(function.__name__)
+        return function(module, *args, **kwargs)
+
+    return around
+
+
+def handed(function):
+    @functools.wraps(function)
+    def around(module, *args, **kwargs):
+        if module.training:
+            return functools.partial(function, module, **kwargs)(*args)
+        return function(module, *args, **kwargs)
+
+    return around
+
+
 def lora(layer, name="default", **options):
     """Returns a linear layer with one more PEFT adapter of random weights."""
     config = peft.LoraConfig(target_modules=["layer"], init_lora_weights=False, **{"r": 2, "lora_alpha": 3, **options})
@@ -47,6 +66,21 @@ class Wide(nn.Module):
 class Quick(nn.Module):
     def forward(self, input):
         return input * torch.sigmoid(1.702 * input)
+
+
+class Options:
+    def __init__(self):
+        self.way = "none"
+
+
+class Halves(nn.Module):
+    def __init__(self, dim=-1):
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, h):
+        h, gate = h.chunk(2, dim=-1) if self.dim == -1 else h.chunk(2, dim=1)
+        return F.gelu(gate) * h
 
 
 class Scaled(nn.Module):
@@ -116,6 +150,11 @@ class RootMeanSquare(nn.Module):
         h = x.float()
         h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * h.to(x.dtype)
+
+
+class Casting(nn.LayerNorm):
+    def forward(self, x):
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps).to(x.dtype)
 
 
 class Scales(nn.Module):

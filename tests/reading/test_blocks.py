@@ -240,6 +240,27 @@ def test_changes_are_seen(fused_mlp, device, monkeypatch, blocks, change, kind):
     assert len(blocks) == 2 * (is_one or passes)
 
 
+class Casting(nn.LayerNorm):
+    """As in OpenCLIP."""
+
+    def forward(self, x):
+        dtype = x.dtype
+        x = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+        return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_a_layer_norm_that_casts_its_result(fused_mlp, device, blocks, dtype):
+    module = InFront().eval()
+    changed_norm(lambda norm: Casting(32, eps=0.1))(module, None)
+    module, fused = warmed(fused_mlp, module.to(device, dtype), x_of(device).to(dtype), extent="full")
+    blocks.clear()
+    x = x_of(device).to(dtype)
+    with torch.no_grad():
+        assert_close(fused(x), module(x))
+    assert blocks == [KINDS[InFront]]
+
+
 def hook(part):
     part.register_forward_hook(lambda part, args, output: 2 * output)
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from modules import UpGate
 from safety import alike, assert_close, warmed, x_of
 
 _has_own_kernel = False
@@ -238,3 +239,73 @@ def test_compiled(fused_mlp, device, owner, head):
     torch._dynamo.reset()
     with torch.no_grad():
         assert_close(torch.compile(fused, backend="eager")(x), module(x))
+
+
+class Up(nn.Module):
+    def forward(self, x):
+        gate, up = x.chunk(2, dim=-1)
+        return up * F.silu(gate)
+
+
+class Even(nn.Module):
+    def forward(self, x):
+        if x.shape[-1] % 2 != 0:
+            raise ValueError("odd")
+        x, gate = x.chunk(2, dim=-1)
+        return x * F.relu(gate)
+
+
+class OfTokens(nn.Module):
+    def forward(self, x):
+        gate, up = x.chunk(2, dim=1)
+        return (up * F.silu(gate)).repeat(1, 2, 1)
+
+
+def halves(product, width=88):
+    return lambda: nn.Sequential(nn.Linear(32, 176), product(), nn.Dropout(0.5), nn.Linear(width, 32))
+
+
+CHANGES_OF_HALVES = {
+    "a hook": lambda net, _: net[1].register_forward_hook(lambda module, args, output: 2 * output),
+    "a forward": lambda net, _: setattr(net[1], "forward", lambda x: x[..., :88]),
+    "a method": lambda net, patch: patch.setattr(UpGate, "forward", lambda self, x: x[..., :88]),
+    "a function": lambda net, patch: patch.setattr(F, "gelu", F.silu),
+    "another module": lambda net, _: net.__setitem__(1, Up()),
+    "the dropout in training": lambda net, _: net[2].train(),
+}
+
+
+@pytest.mark.parametrize("product", (UpGate, Up, Even))
+def test_a_product_of_halves_is_an_activation(fused_mlp, device, ops, product):
+    torch.manual_seed(0)
+    pattern = "packed gated" if product is Up else "packed gated, up first"
+    module, fused = warmed(fused_mlp, halves(product)().to(device).eval(), x_of(device), pattern=pattern)
+    ops.clear()
+    x = x_of(device)
+    with torch.no_grad():
+        assert_close(fused(x), module(x))
+    assert ops == ["gated_mlp"]
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_HALVES)
+def test_a_change_of_halves_is_seen(fused_mlp, device, monkeypatch, change):
+    torch.manual_seed(0)
+    module, fused = warmed(
+        fused_mlp, halves(UpGate)().to(device).eval(), x_of(device), pattern="packed gated, up first"
+    )
+    for each in (module, fused):
+        CHANGES_OF_HALVES[change](each, monkeypatch)
+    x = x_of(device)
+    with torch.no_grad():
+        assert_close(*alike(lambda each: each(x), fused, module))
+
+
+def test_an_odd_number_of_features_has_no_halves(fused_mlp, device):
+    fused = nn.Sequential(nn.Linear(32, 35), Even(), nn.Linear(17, 32)).to(device)
+    fused_mlp.fuse_mlps(fused)
+    with pytest.raises(ValueError, match="odd"):
+        fused(x_of(device))
+
+
+def test_halves_of_other_dimensions_are_left(fused_mlp, device):
+    assert not fused_mlp.fuse_mlps(halves(OfTokens, 176)().to(device)).fused

@@ -202,11 +202,29 @@ class InPlaceActivationOfOne(Gated):
 
 
 class WithoutGradients(Plain):
-    fused = None
+    fused = "plain"
 
     @torch.no_grad()
     def forward(self, x):
         return self.fc2(self.activation_fn(self.fc1(x)))
+
+
+class Options:
+    def __init__(self):
+        self.approximate = "tanh"
+
+
+class Configured(Plain):
+    """Takes an option of its activation from an object that is no module."""
+
+    fused = "plain"
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.options = Options()
+
+    def forward(self, x):
+        return self.fc2(F.gelu(self.fc1(x), approximate=self.options.approximate))
 
 
 class FunctionalDropout(Plain):

@@ -47,13 +47,14 @@ def fused_methods(module: nn.Module, memory: str) -> Dict[str, FunctionType]:
     forward = getattr(class_of(module), "forward", None)
     if shortcut.plain is None or not isinstance(forward, FunctionType):
         return {}
+    outer, forward = rewriter.undecorated(forward)
     values = {text: values_of(node, forward, module) for text, node in rewriter.callees(forward).items()}
     takes_layers = dispatch.LEAST_PROJECTED < dispatch.NEVER
     layers = [text for text, found in values.items() if takes_layers and all(map(_is_layer, found.values()))]
     rotaries = [text for text, found in values.items() if all(map(rotary.is_rotary, found.values()))]
     if len(layers) < 2 and not rotaries:
         return {}
-    made = _made(forward, rewriter.roles_in(forward, module), tuple(layers), tuple(rotaries), memory)
+    made = _made(forward, rewriter.roles_in(forward, module), tuple(layers), tuple(rotaries), memory, outer)
     return {} if made is None else {"forward": made}
 
 
@@ -93,6 +94,7 @@ def _made(
     layers: Tuple[str, ...],
     rotaries: Tuple[str, ...],
     memory: str,
+    outer: Tuple[FunctionType, ...],
 ) -> Optional[FunctionType]:
     tree = copy.deepcopy(effects.readable(forward))
     if tree is None:
@@ -105,7 +107,7 @@ def _made(
     if not groups and not turned.found:
         return None
     instead = Instead(as_written("forward", forward), rewriter.TRACED, None, None, False)
-    made = rewriter.method_of(tree, forward, _NAMES, instead, (), memory)
+    made = rewriter.method_of(tree, forward, _NAMES, instead, (), memory, outer=outer)
     _parts[made] = Parts(tuple(groups), tuple(dict.fromkeys(turned.found)))
     return made
 

@@ -9,11 +9,13 @@ from types import CellType, CodeType, FunctionType
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
 
 from ..reading.attributes import FUSED, Written, written
-from ..reading.source import LookUp, compiled, not_looked_up
+from ..reading.effects import name_inside
+from ..reading.source import LookUp, compiled, not_looked_up, tree_of
 from .switching import instead_of
 
 # Names by which a changed method checks if another has to run in its place; no source can contain them.
 _INSTEAD, _METHOD, _TYPE, _TRACED, _RUNS_AS_WRITTEN = "@instead", "@original", "@type", "@traced", "@runs as written"
+_INNER = "@inner"
 
 
 class Instead(NamedTuple):
@@ -24,6 +26,8 @@ class Instead(NamedTuple):
     (None if the method itself has nothing fused). The original also runs if ``runs_as_written``, when given, returns
     True for the first argument, ``self`` and ``gated``, which is a flag or the name of a projection
     (torch-ext/calls/plain_modules.h).
+
+    If the method ``is_inner``, it is inside the function of a decorator, which checks the module and the class.
     """
 
     method: Written
@@ -31,6 +35,7 @@ class Instead(NamedTuple):
     memory: Optional[str]
     runs_as_written: Optional[Callable[[Any, Any, Union[bool, str]], bool]]
     gated: Union[bool, str]
+    is_inner: bool = False
 
 
 def function_of(
@@ -61,10 +66,21 @@ def function_of(
     cells.update({name: value if type(value) is CellType else CellType(value) for name, value in names.items()})
     closure = tuple(cells[name] for name in code.co_freevars)
     made = _like(original, code, closure)
-    if instead is not None:
+    if instead is not None and not instead.is_inner:
         made.__name__ = method.name  # bound methods are pickled by this name
         written[made] = method
     return made
+
+
+def around(
+    outer: FunctionType, inner: FunctionType, changed: FunctionType, instead: Optional[Instead] = None
+) -> FunctionType:
+    """Return a function that differs from ``outer``, which only calls ``inner``, in calling ``changed`` instead."""
+    tree = copy.deepcopy(tree_of(outer))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id == name_inside(outer, inner):
+            node.id = _INNER
+    return function_of(tree, outer, {_INNER: changed}, instead)
 
 
 def _like(original: FunctionType, code: CodeType, closure: Tuple[CellType, ...]) -> FunctionType:
@@ -87,20 +103,27 @@ def _calls_of_others(definition: ast.FunctionDef, instead: Instead, looked_up: L
 
     arguments = definition.args
     given: List[ast.expr] = [name(argument.arg) for argument in (*arguments.posonlyargs, *arguments.args)]
-    another = ast.Call(name(_INSTEAD), given[:1], [])
+    owner = given[0] if given else ast.Subscript(name(arguments.vararg.arg), ast.Constant(0), ast.Load())
+    another = ast.Call(name(_INSTEAD), [owner], [])
     given += [] if arguments.vararg is None else [ast.Starred(name(arguments.vararg.arg), ast.Load())]
     named = [ast.keyword(argument.arg, name(argument.arg)) for argument in arguments.kwonlyargs]
     named += [] if arguments.kwarg is None else [ast.keyword(None, name(arguments.kwarg.arg))]
-    method, kind = name(_METHOD), ast.Call(name(_TYPE), given[:1], [])
+    method, kind = name(_METHOD), ast.Call(name(_TYPE), [owner], [])
     kept = {f"@{attribute}": ast.Attribute(method, attribute, ast.Load()) for attribute in instead.method.parts()}
-    kept[_METHOD] = ast.Attribute(kind, instead.method.name, ast.Load())
+    if not instead.is_inner:
+        kept[_METHOD] = ast.Attribute(kind, instead.method.name, ast.Load())
     kept.update({f"@{ast.unparse(each.node)}": copy.deepcopy(each.node) for each in looked_up})
     changes = [ast.Compare(found, [ast.IsNot()], [name(value)]) for value, found in kept.items()]
-    state = ast.Attribute(given[0], "__dict__", ast.Load())
+    state = ast.Attribute(owner, "__dict__", ast.Load())
     restored = ast.Compare(ast.Constant(FUSED), [ast.NotIn()], [state])
-    is_changed = ast.BoolOp(ast.And(), [ast.BoolOp(ast.Or(), [restored, *changes]), another])
-    is_traced, run = (ast.Attribute(name(_TRACED), word, ast.Load()) for word in ("is_traced", "run"))
-    recorded = [ast.Constant(instead.memory), ast.Constant(instead.method.name), name(_METHOD), name(_INSTEAD), *given]
+    is_changed: ast.expr = ast.BoolOp(ast.Or(), [restored, *changes])
+    words, recorded = ("is_traced", "run"), [ast.Constant(instead.method.name), method, name(_INSTEAD)]
+    if instead.is_inner:
+        another, words, recorded = method, ("is_traced", "recorded"), [method]
+    else:
+        is_changed = ast.BoolOp(ast.And(), [is_changed, another])
+    is_traced, run = (ast.Attribute(name(_TRACED), word, ast.Load()) for word in words)
+    recorded = [ast.Constant(instead.memory), *recorded, *given]
     statements: List[ast.stmt] = [
         ast.If(ast.Call(is_traced, [], []), [ast.Return(ast.Call(run, recorded, named))], []),
         ast.If(is_changed, [ast.Return(ast.Call(another, given, named))], []),

@@ -78,6 +78,11 @@ def run(
     """
     if getattr(type(module), name) is not method or not isinstance(module, Unchanged):
         method = instead(module) or method
+    return recorded(memory, method, module, *args, **kwargs)
+
+
+def recorded(memory: Optional[str], method: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The same for a method that no class replaces: one inside a decorator's function, which may have compiled it."""
     if memory is None or not isinstance(module, Recorded):
         return method(module, *args, **kwargs)
     from torch._dynamo.comptime import comptime

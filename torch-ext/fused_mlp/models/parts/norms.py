@@ -163,14 +163,14 @@ _OF_LAYER_NORM = ("weight", "bias", "normalized_shape", "")  # compiled code che
 
 
 def _is_layer_norm(value: Node) -> bool:
-    """True for torch's layer norm, computed in float32."""
+    """True for torch's layer norm, which computes in float32 whether or not its input is cast."""
     norm = _uncast(value)
     if norm.op != "layer_norm":
         return False
     x, shape, weight, bias, eps = norm.args
-    is_wide = algebra.dtype_of(x, _is_own) == torch.float32
+    is_computed_alike = algebra.dtype_of(x, _is_own) in (algebra.OWN, torch.float32)
     own = _uncast(weight) in (None, _WEIGHT) and _uncast(bias) in (None, _BIAS)
-    return is_wide and own and (_uncast(x), shape, eps) == (_X, _SHAPE, _EPS)
+    return is_computed_alike and own and (_uncast(x), shape, eps) == (_X, _SHAPE, _EPS)
 
 
 def _uncast(value: Any) -> Any:

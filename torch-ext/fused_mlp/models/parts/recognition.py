@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from types import FunctionType, MethodType
-from typing import Any, Callable, Dict, Optional, Tuple, Union
+from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from ...activations import ACTIVATIONS, Activation, get_activation
 from ..proving import activations as reading
 from ..proving.values import Dependency, holds
 from ..reading.attributes import children_of, name_of_class, of_call, parameters_of
-from .guards import Guards, guards_of
+from .guards import Guards, are_unchanged, guards_of
 
 # Classes whose instances compute a row of the table in any state; torch.nn.GELU and _HOLDERS are handled below.
 _BY_CLASS: Dict[str, str] = {name: row.name for row in ACTIVATIONS for name in (*row.classes, *row.composites)}
@@ -132,6 +132,39 @@ def _written_out(function: Any) -> Optional[str]:
     return found[0]
 
 
+class Halves(NamedTuple):
+    """``act(gate) * up`` of the halves of a module's input; the proof of it holds as long as its class does."""
+
+    act: Activation
+    up_first: bool
+    guards: Guards
+
+
+def halves_of_class(module: torch.nn.Module) -> Optional[Halves]:
+    """Return which product of the halves of its input a module's class computes, however the instance was altered."""
+    kind = type(module)
+    if kind not in _halves and not children_of(module) and _code_of(module) is not None:
+        found = reading.read_halves(module)
+        read = () if found is None else found[0].dependencies
+        guards = None if found is None else guards_of(each for each in read if type(each.owner) is not tuple)
+        _halves[kind] = None if guards is None else Halves(found[0].row, found[1], guards)
+    return known_halves(module)
+
+
+_halves: Dict[type, Optional[Halves]] = {}
+
+
+def known_halves(module: torch.nn.Module) -> Optional[Halves]:
+    """The same for a class that was read before."""
+    return _halves.get(type(module))
+
+
+def altered_halves(module: torch.nn.Module, halves: Halves) -> Optional[str]:
+    """Return a noun phrase for why a module of such a class may compute anything else; None if it does not."""
+    is_own = type(module).__call__ is torch.nn.Linear.__call__ and are_unchanged(halves.guards.unchanged)
+    return of_call(module) if is_own else "a patched class"
+
+
 def looks_like_activation(function: Union[torch.nn.Module, Callable]) -> bool:
     """True if a callable that is not in the table computes an elementwise function of its input."""
     if not isinstance(function, torch.nn.Module):
@@ -162,9 +195,12 @@ def _code_of(function: Union[torch.nn.Module, Callable]) -> Optional[FunctionTyp
 
 def alteration_of(function: Union[torch.nn.Module, Callable]) -> Optional[str]:
     """Return a noun phrase for why a module whose class is in the table is not recognised; None for any other."""
-    if not isinstance(function, torch.nn.Module) or row_of_class(function) is None:
+    if not isinstance(function, torch.nn.Module):
         return None
-    return _alteration(function)
+    halves = None if row_of_class(function) is not None else known_halves(function)
+    if halves is not None:
+        return altered_halves(function, halves)
+    return None if row_of_class(function) is None else _alteration(function)
 
 
 def row_of_class(module: torch.nn.Module) -> Optional[str]:

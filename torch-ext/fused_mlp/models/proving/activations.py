@@ -41,7 +41,15 @@ def read_product(callee: Any) -> Optional[Read]:
     return _products.get(callee, None, lambda: _proved_product(callee)).found
 
 
-_proofs, _products = Proofs(), Proofs()
+def read_halves(module: nn.Module) -> Optional[Tuple[Read, bool]]:
+    """Return the activation ``act`` if a module's class computes ``act(gate) * up`` of the halves of its input's last
+    dimension, whatever its instance, and whether up is the first half; None otherwise."""
+    key = looked_up(class_of(module), "forward")
+    found = _halved.get(key, module, lambda: _proved_of_halves(module)).found
+    return found if found is not None and found[0].is_closed else None
+
+
+_proofs, _products, _halved = Proofs(), Proofs(), Proofs()
 
 
 def _proved(root: Optional[nn.Module], callee: Value) -> Proof:
@@ -55,12 +63,36 @@ def _proved_product(callee: Any) -> Proof:
     given = Method("apply", Node("autograd", (callee.__self__,))) if is_of_autograd else callee
 
     def found_in(value: Value) -> Optional[Read]:
-        is_own = isinstance(value, Node) and algebra.dtype_of(value, names.__contains__) == algebra.OWN
-        form = Form(lambda node, form: names.get(node))(value) if is_own else None
-        row = _product_rows().get(algebra.compared(form)) if is_own else None
+        row = _product_row_of(value, names)
         return None if row is None else Read(row, True, evaluation.dependencies)
 
     return proved(evaluation, given, (_X, _Y), found_in)
+
+
+# Conditions on an odd number of features, which no op supports; the module itself runs then.
+_ODD = Node("mod", (Node("size", (_X, -1)), 2))
+_IF_EVEN = {_ODD: False, Node("ne", (_ODD, 0)): False, Node("eq", (_ODD, 0)): True}
+
+
+def _proved_of_halves(module: nn.Module) -> Proof:
+    evaluation = Evaluation(module, decide=_IF_EVEN.get)
+    halves = [Node("item of", (Node("chunk", (_X, 2, -1)), each)) for each in (0, 1)]
+
+    def found_in(value: Value) -> Optional[Tuple[Read, bool]]:
+        for gate in (0, 1):
+            row = _product_row_of(value, {halves[gate]: algebra.atom("x"), halves[1 - gate]: algebra.atom("y")})
+            if row is not None:
+                return Read(row, _is_closed(evaluation), evaluation.dependencies), gate == 1
+        return None
+
+    return proved(evaluation, Held((), module), (_X,), found_in)
+
+
+def _product_row_of(value: Value, names: Dict[Node, Sum]) -> Optional[Activation]:
+    """Return the row of ``act`` in ``act(x) * y``, whose operands have the forms x and y in ``names``."""
+    if not isinstance(value, Node) or algebra.dtype_of(value, names.__contains__) != algebra.OWN:
+        return None
+    return _product_rows().get(algebra.compared(Form(lambda node, form: names.get(node))(value)))
 
 
 @functools.cache
@@ -74,9 +106,12 @@ def _product_rows() -> Dict[Sum, Activation]:
 def _read(evaluation: Evaluation, value: Value) -> Optional[Read]:
     if not _is_elementwise(value) or _is_linear(value):
         return None
+    return Read(row_of(value), _is_closed(evaluation), evaluation.dependencies)
+
+
+def _is_closed(evaluation: Evaluation) -> bool:
     own = [each for each in evaluation.dependencies if type(each.owner) is tuple]
-    is_closed = all(each.owner == () and each.part in ("class", "call") for each in own)
-    return Read(row_of(value), is_closed, evaluation.dependencies)
+    return all(each.owner == () and each.part in ("class", "call") for each in own)
 
 
 def _part(part: Held, given: Tuple[Value, ...]) -> Optional[Value]:

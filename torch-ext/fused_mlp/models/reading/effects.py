@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
 from types import FunctionType
-from typing import Callable, Iterator, Optional, Set
+from typing import Callable, Iterator, Optional, Set, Tuple
 
-from .source import bound_names, tree_of
+from .source import bound_names, inside, is_held, remembered, tree_of, value_of
 
 MayCall = Callable[[ast.expr], bool]  # true if a call only computes
 
@@ -27,13 +28,18 @@ _READS_LOCALS = {"locals", "vars", "dir", "eval", "exec"}
 
 def readable(function: FunctionType) -> Optional[ast.FunctionDef]:
     """Return the definition of a method; None if its names cannot be resolved from the syntax alone."""
+    tree = _resolved(function)
+    arguments = [] if tree is None else [*tree.args.posonlyargs, *tree.args.args]
+    if not arguments or any(arguments[0].arg in bound(statement) for statement in tree.body):
+        return None
+    return tree
+
+
+def _resolved(function: FunctionType) -> Optional[ast.FunctionDef]:
     tree = tree_of(function)
     if tree is None or function.__code__.co_flags & (CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR):
         return None
-    arguments = [*tree.args.posonlyargs, *tree.args.args]
-    if not arguments or getattr(tree, "type_params", ()):
-        return None
-    if any(arguments[0].arg in bound(statement) for statement in tree.body):
+    if getattr(tree, "type_params", ()):
         return None
     for node in ast.walk(tree):
         if isinstance(node, (ast.Global, ast.Nonlocal)) or (isinstance(node, ast.Name) and node.id in _READS_LOCALS):
@@ -121,3 +127,32 @@ def _identifiers(node: ast.AST) -> Iterator[str]:
 
 def _is_private(name: str) -> bool:
     return name.startswith("__") and not name.endswith("__")
+
+
+def around(function: FunctionType) -> Tuple[FunctionType, ...]:
+    """Return the functions that decorators put around a method, from the outside, if each of them does nothing with
+    the one inside but call it and read its name."""
+    inner = inside(function)
+    return () if inner is None or name_inside(function, inner) is None else (function, *around(inner))
+
+
+@remembered
+def name_inside(outer: FunctionType, inner: FunctionType) -> Optional[str]:
+    """Return the name by which such a function holds the one inside; None for any other function."""
+    code, tree = outer.__code__, _resolved(outer)
+    names = [name for name, cell in zip(code.co_freevars, outer.__closure__ or ()) if is_held(cell, inner)]
+    if tree is None or len(names) != 1:
+        return None
+    if tree.args.args or tree.args.posonlyargs:
+        tree = readable(outer)
+    elif tree.args.vararg is None or any(tree.args.vararg.arg in bound(statement) for statement in tree.body):
+        return None
+    harmless = set()
+    for node in () if tree is None else ast.walk(tree):
+        if isinstance(node, ast.Call):
+            harmless.add(node.func)
+            is_partial = node.args and value_of(node.func, outer, None) is functools.partial
+            harmless.update(node.args[:1] if is_partial else ())
+        elif isinstance(node, ast.Attribute) and node.attr in ("__name__", "__qualname__"):
+            harmless.add(node.value)
+    return names[0] if tree is not None and uses(tree, names[0]) <= harmless else None

@@ -16,7 +16,7 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tu
 import torch
 from torch import nn
 
-from .attributes import attribute_of, children_of, is_module
+from .attributes import attribute_of, children_of, is_module, state_of
 
 _FUTURES = functools.reduce(
     int.__or__, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
@@ -111,11 +111,12 @@ def _look_up(node: ast.expr, function: FunctionType) -> Optional[LookUp]:
 def inside(function: FunctionType) -> Optional[FunctionType]:
     """Return the function that a decorator's function wraps, if functools.wraps marks it and the closure holds it."""
     inner = getattr(function, "__wrapped__", None)
-    held = any(_holds(cell, inner) for cell in function.__closure__ or ())
+    held = any(is_held(cell, inner) for cell in function.__closure__ or ())
     return inner if held and isinstance(inner, FunctionType) else None
 
 
-def _holds(cell: CellType, value: Any) -> bool:
+def is_held(cell: CellType, value: Any) -> bool:
+    """True if a function's cell contains this object."""
     return cell != CellType() and cell.cell_contents is value  # an empty cell equals a new one, and has no contents
 
 
@@ -131,6 +132,9 @@ def value_of(node: ast.expr, function: FunctionType, first: Any) -> Any:
             return attribute_of(owner, node.attr)
         if isinstance(owner, ModuleType):
             return vars(owner).get(node.attr)
+        if type(owner).__getattribute__ is object.__getattribute__ and node.attr in state_of(owner):  # a configuration
+            value = attribute_of(owner, node.attr)
+            return value if type(value) in (bool, int, float, str) else None
         of_autograd = isinstance(owner, type) and issubclass(owner, torch.autograd.Function) and node.attr == "apply"
         return owner.apply if of_autograd else None
     if not isinstance(node, ast.Name):

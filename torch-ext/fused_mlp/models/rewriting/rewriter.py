@@ -24,11 +24,11 @@ from ..experts.interface import original_of
 from ..matching.matches import Act, AnyMatch, Block, Match, SplitMLP, Turns, Whole
 from ..matching.roles import Role, RoleOf
 from ..matching.search import ending_of, start_of
-from ..methods import traced
+from ..methods import functions, traced
 from ..methods.functions import Instead, function_of
 from ..parts import adapters, norms
 from ..parts.guards import Guards
-from ..parts.recognition import looks_like_activation, name_of, recognise
+from ..parts.recognition import altered_halves, halves_of_class, known_halves, looks_like_activation, name_of, recognise
 from ..proving import activations
 from ..reading import effects
 from ..reading.attributes import (
@@ -45,7 +45,7 @@ from ..reading.attributes import (
     written,
 )
 from ..reading.names import body_of
-from ..reading.source import read_of, remembered, tree_of, values_of
+from ..reading.source import inside, read_of, remembered, tree_of, values_of
 from ..running import forwards, sequences, shortcut, split_mlps
 from . import branches, chunks, substitution
 from .found import FoundMLP, act_of, around_of, mlp_behind, mlps_of
@@ -54,6 +54,7 @@ from .split_mlps import first_of, names_of, whole_of
 
 _MATCHES = "_fused_mlp_matches"  # the attribute of a rewritten function that holds its matches
 _BRANCHES = "_fused_mlp_branches"  # the attribute with a tuple of conditions per match and branch
+_SOURCE = "_fused_mlp_source"  # the attribute with the function that was read, if decorators surround it
 _MEMORY = "_fused_mlp_memory"  # the attribute with the values that training keeps
 TRACED = CellType(traced)
 _made: Set[FunctionType] = set()  # attributes cannot mark a rewritten function: functools.wraps copies them
@@ -78,11 +79,12 @@ def fused_methods(module: nn.Module, memory: str = "activations") -> Tuple[Dict[
     own = {name: function for name, function in own.items() if function is not None and function not in written}
     made, unknown = {}, {}
     for name, function in (*own.items(), *methods.items()) if wanted and (has_layers or stacked) else ():
+        outer, function = undecorated(function)
         if name in made or (not has_layers and _has_loop(function)):
             continue
         if stacked or wanted.intersection(function.__code__.co_names):
             rewritten, left = _rewritten(
-                function, name, roles_in(function, module), memory, answers_in(function, module)
+                function, name, roles_in(function, module), memory, answers_in(function, module), outer
             )
             made.update({name: rewritten} if rewritten is not None else {})
             unknown.update({name_of(act): act for act in (act_of(act, function, module) for act in left)})
@@ -105,9 +107,9 @@ def lean_methods(module: nn.Module, methods: Dict[str, FunctionType]) -> Dict[st
         if not any(adapters.is_wrapped(part) for mlp in mlps for part in mlp.projections.values()):
             made[name] = method
             continue
-        original = written[method].function
+        outer, original = undecorated(written[method].function)
         roles = roles_in(original, module, _role_unwrapped)
-        lean, _ = _rewritten(original, name, roles, memory_of(method), answers_in(original, module))
+        lean, _ = _rewritten(original, name, roles, memory_of(method), answers_in(original, module), outer)
         if lean is not None:
             for attribute in (_MATCHES, _BRANCHES):
                 setattr(lean, attribute, getattr(method, attribute))
@@ -130,11 +132,22 @@ def memory_of(function: FunctionType) -> str:
     return "recompute" if function is sequences.sequential_recomputed else getattr(function, _MEMORY, "activations")
 
 
+def source_of(function: FunctionType) -> FunctionType:
+    """Return the function whose source was rewritten to a fused one."""
+    return getattr(function, _SOURCE, None) or written[function].function
+
+
+def undecorated(function: FunctionType) -> Tuple[Tuple[FunctionType, ...], FunctionType]:
+    """Return the functions of decorators around a method, and the function inside all of them."""
+    outer = effects.around(function)
+    return outer, inside(outer[-1]) if outer else function
+
+
 def mlps_in(function: FunctionType, module: nn.Module) -> List[FoundMLP]:
     """Return the MLPs of a module that a fused method fuses."""
     if function in sequences.SEQUENTIAL.values():
         return _mlps_in_turn(children_of(module))
-    original, found = written[function].function, []
+    original, found = source_of(function), []
     for match, branch in zip(getattr(function, _MATCHES), getattr(function, _BRANCHES)):
         unmet = [branches.unmet(conditions, original, module) for conditions in branch]
         aside = None if None in unmet else unmet[0]
@@ -162,7 +175,7 @@ def second_modules_in(function: FunctionType, module: nn.Module) -> List[Any]:
 
 def _modules_in(segment: str, function: FunctionType, module: nn.Module) -> List[Any]:
     nodes = [getattr(match, segment) for match in getattr(function, _MATCHES, ()) if isinstance(match, SplitMLP)]
-    return [part for node in nodes for part in values_of(node, written[function].function, module).values()]
+    return [part for node in nodes for part in values_of(node, source_of(function), module).values()]
 
 
 def mlps_around(function: FunctionType, module: nn.Module) -> List[Tuple[Any, str]]:
@@ -172,7 +185,7 @@ def mlps_around(function: FunctionType, module: nn.Module) -> List[Tuple[Any, st
         (part, around_of(True, block.is_normed))
         for block in blocks
         if isinstance(block.match, Whole)
-        for part in values_of(block.match.module, written[function].function, module).values()
+        for part in values_of(block.match.module, source_of(function), module).values()
     ]
 
 
@@ -322,9 +335,16 @@ def _has_loop(function: FunctionType) -> bool:
 
 @remembered
 def _rewritten(
-    function: FunctionType, name: str, roles: Tuple[Tuple[str, str], ...], memory: str, answers: branches.Answers = ()
+    function: FunctionType,
+    name: str,
+    roles: Tuple[Tuple[str, str], ...],
+    memory: str,
+    answers: branches.Answers = (),
+    outer: Tuple[FunctionType, ...] = (),
 ) -> Tuple[Optional[FunctionType], Tuple[Act, ...]]:
     """Return the function with its MLPs fused, None if it has none, and the unknown activations in it.
+
+    ``outer`` are the functions of decorators around it, which are repeated around the result.
 
     The outcome depends only on the roles of its callees and the answers to its conditions, so the layers of a model
     share it.
@@ -370,8 +390,9 @@ def _rewritten(
         computed = [match.match if isinstance(match, Block) else match for match, _ in calls]
         patterns = [match.pattern for match in computed if isinstance(match, Match)]
         names = {**NAMES, **planned}
-        first = first_of(tree, function, found, names, role) if name == "forward" else None
-        whole = whole_of(tree, function, found, role)
+        is_forward = name == "forward" and not outer
+        first = first_of(tree, function, found, names, role) if is_forward else None
+        whole = None if outer else whole_of(tree, function, found, role)
         # A block's MLP may be a separate module of any kind, and so may the modules that run in sequence.
         gated: Union[bool, str] = any(pattern.gated for pattern in patterns)
         gated = gated or any(isinstance(match, (Block, Turns)) for match in found)
@@ -385,7 +406,7 @@ def _rewritten(
         conditions = [
             tuple(branches.conditions_of(tree, node, role) for node in _calls_of(match, calls, tree)) for match in found
         ]
-        made = method_of(source, function, names, instead, tuple(found), memory, tuple(conditions), tree)
+        made = method_of(source, function, names, instead, tuple(found), memory, tuple(conditions), tree, outer)
         if first is not None:
             split_mlps.firsts[function] = split_mlps.firsts[made] = first
         if whole is not None:
@@ -402,9 +423,18 @@ def method_of(
     memory: str,
     conditions: Tuple[Tuple[branches.Condition, ...], ...] = (),
     fused: Optional[ast.FunctionDef] = None,
+    outer: Tuple[FunctionType, ...] = (),
 ) -> FunctionType:
-    """Return the fused method of a rewritten definition, registered as fused. See :func:`function_of` for ``fused``."""
-    made = function_of(tree, function, names, instead, fused)
+    """Return the fused method of a rewritten definition, registered as fused. See :func:`function_of` for ``fused``.
+
+    ``outer`` are the functions of decorators around the method, from the outside.
+    """
+    made = function_of(tree, function, names, instead._replace(is_inner=bool(outer)), fused)
+    for place in reversed(range(len(outer))):
+        method = as_written(instead.method.name, outer[0])
+        checked = instead._replace(method=method, runs_as_written=None) if place == 0 else None
+        made = functions.around(outer[place], (*outer[1:], function)[place], made, checked)
+    setattr(made, _SOURCE, function if outer else None)
     setattr(made, _MATCHES, matches)
     setattr(made, _BRANCHES, conditions)
     setattr(made, _MEMORY, memory)
@@ -414,14 +444,15 @@ def method_of(
 
 @remembered
 def _unchunked(
-    function: FunctionType, name: str, methods: Tuple[Tuple[str, FunctionType], ...], memory: str
+    given: FunctionType, name: str, methods: Tuple[Tuple[str, FunctionType], ...], memory: str
 ) -> Optional[FunctionType]:
     """Rewrite a method that runs fused ones on chunks, so that it calls them directly if there is one chunk."""
+    outer, function = undecorated(given)
     tree, names = chunks.rewritten(function, dict(methods), functools.partial(made_call, "in one"))
     if tree is None:
         return None
     instead = Instead(as_written(name, function), TRACED, None, None, False)
-    return method_of(tree, function, {**NAMES, **names}, instead, (), memory)
+    return method_of(tree, function, {**NAMES, **names}, instead, (), memory, outer=outer)
 
 
 def _worth(matches: List[AnyMatch]) -> Tuple[int, int, int]:
@@ -506,18 +537,26 @@ def _mlps_in_turn(modules: Dict[str, nn.Module]) -> List[FoundMLP]:
     for index in range(len(parts) - 1):
         (name, first), (_, act) = parts[index : index + 2]
         is_first = role_of(first) == Role.FIRST
-        if not is_first and (role_of(first) != Role.PROJECTION or recognise(act) is None):
+        if not is_first and (role_of(first) != Role.PROJECTION or not _computes_act(act)):
             continue
         rest = parts[index + (1 if is_first else 2) :]
         passing = list(itertools.takewhile(lambda item: role_of(item[1]) == Role.PASSING, rest))
         last, *after = rest[len(passing) :][:2] or [(None, None)]
-        is_mlp = role_of(last[1]) == Role.PROJECTION and all(recognise(part) is None for _, part in after)
+        is_mlp = role_of(last[1]) == Role.PROJECTION and not any(_computes_act(part) for _, part in after)
         if is_mlp and is_first:
             found.append(mlp_behind(name, first, dict(passing), dict([last])))
         elif not is_first:
             pattern = forwards.PLAIN if is_mlp else forwards.LINEAR
+            halves = known_halves(act)
+            if halves is not None:
+                pattern = sequences.halved(pattern, halves.up_first)
+                act = halves.act.function if altered_halves(act, halves) is None else act
             found.append(FoundMLP(pattern, dict([(name, first), *([last] * is_mlp)]), act, dict(passing * is_mlp)))
     return found
+
+
+def _computes_act(part: nn.Module) -> bool:
+    return recognise(part) is not None or halves_of_class(part) is not None
 
 
 def _is_whole(modules: Dict[str, nn.Module]) -> bool:

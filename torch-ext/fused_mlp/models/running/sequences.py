@@ -8,6 +8,7 @@ parts checks if they are plain.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Dict, Iterable, Iterator, NamedTuple, Optional, Tuple
 
@@ -16,8 +17,7 @@ from torch import Tensor, nn
 from ...autograd import training
 from ..matching.pattern import Pattern
 from ..methods import switching, traced
-from ..parts import adapters, refusals
-from ..parts.recognition import row_of_class
+from ..parts import adapters, recognition, refusals
 from ..reading.attributes import as_written, written
 from . import shortcut, split_mlps
 from .forwards import LINEAR, PLAIN
@@ -79,16 +79,35 @@ def _in_turn(parts: Tuple[nn.Module, ...], x: Tensor, plain: Pattern) -> Tensor:
         if act is None:
             found = split_mlps.followed(plain.memory, parts[first], parts[first + 1 : second], parts[second], x)
         else:
-            pattern = plain if second is not None else LINEAR
+            pattern, function = _applied(plain if second is not None else LINEAR, parts[act])
             projections = (parts[first],) if second is None else (parts[first], parts[second])
             between = () if second is None else parts[act + 1 : second]
-            found = shortcut.fused_parts(pattern, x, projections, parts[act], between)
+            found = None if function is None else shortcut.fused_parts(pattern, x, projections, function, between)
         for part in parts[first:index] if found is None else ():
             x = part(x)
         x = x if found is None else found
     for part in parts[index:]:
         x = part(x)
     return x
+
+
+def _applied(pattern: Pattern, act: nn.Module) -> Tuple[Pattern, Optional[shortcut.Act]]:
+    """Return the pattern of layers with an activation of one tensor or of two halves, and its function; None if the
+    module that computes it was altered."""
+    halves = recognition.known_halves(act)
+    if halves is None:
+        return pattern, act
+    if shortcut.plain is not None:
+        is_own = shortcut.plain.is_bare(act) and shortcut.plain.are_unchanged(halves.guards.unchanged)
+    else:
+        is_own = recognition.altered_halves(act, halves) is None
+    return halved(pattern, halves.up_first), halves.act.function if is_own else None
+
+
+@functools.cache
+def halved(pattern: Pattern, up_first: bool) -> Pattern:
+    """Return the pattern of layers with such a product in place of the activation."""
+    return replace(pattern, gated=True, packed=True, up_first=up_first)
 
 
 class Whole(NamedTuple):
@@ -106,6 +125,8 @@ def whole(module: nn.Sequential) -> Optional[Whole]:
     if not is_whole(parts) or _places(parts)[0].act is None:
         return None
     ((_, act, second),) = _places(parts)
+    if recognition.known_halves(parts[act]) is not None:
+        return None
     return Whole((parts[0], parts[second]), parts[act], parts[act + 1 : second], parts[second + 1 :])
 
 
@@ -162,8 +183,12 @@ def _is_layer(part: nn.Module) -> bool:
 
 
 def _is_activation(part: Tuple[nn.Module, ...]) -> bool:
-    """True if a slice of parts holds one whose class computes a row of the table."""
-    return any(isinstance(each, nn.Module) and row_of_class(each) is not None for each in part)
+    """True if a slice of parts holds one whose class computes a row of the table, or its product of two halves."""
+    return any(isinstance(each, nn.Module) and _computes_act(each) for each in part)
+
+
+def _computes_act(part: nn.Module) -> bool:
+    return recognition.row_of_class(part) is not None or recognition.halves_of_class(part) is not None
 
 
 def _behind_passing(parts: Tuple[nn.Module, ...], index: int) -> int:
