@@ -40,6 +40,17 @@ def check_act_and_mul(gate: Tensor, up: Tensor) -> None:
         raise OperandTypeError(f"up must have the dtype of gate, {gate.dtype}, got {up.dtype}")
 
 
+def are_row_major(*tensors: Tensor) -> bool:
+    """True if the elements of all tensors are in memory in the order of their dimensions, perhaps with gaps. Results of
+    PyTorch's elementwise operations on such tensors are too, without gaps."""
+    return all(tensor.is_contiguous() for tensor in tensors) or all(map(_is_row_major, tensors))
+
+
+def _is_row_major(tensor: Tensor) -> bool:
+    sizes, strides = (*tensor.shape, 1), (*tensor.stride(), 1)
+    return all(strides[d] >= strides[d + 1] * sizes[d + 1] > 0 for d in range(tensor.dim()))
+
+
 def check_linear(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> None:
     _check_input(x)
     _check_projection(x, "x", x.shape[-1], "weight", weight, "bias", bias)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from .. import operands
 from .._ops import add_op_namespace_prefix, ops
-from . import strides
 
 Made = Callable[..., Any]  # returns the result, given operands by name
 
@@ -44,6 +43,14 @@ def _operands_of(function: Optional[Callable[..., Any]], schema: Any) -> Callabl
     places = {argument.name: place for place, argument in enumerate(schema.arguments)}
     wanted = [] if function is None else [places[name] for name in inspect.signature(function).parameters]
     return itemgetter(*wanted) if len(wanted) > 1 else lambda given: [given[place] for place in wanted]
+
+
+def like_gate(gate: Tensor) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+def like_gate_and_up(gate: Tensor, up: Tensor) -> Tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
 
 
 def like_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -147,12 +154,8 @@ def _gradients(
     def matrix(features: int, columns: int, by_column: int) -> Tensor:
         return grad.new_empty((columns, features)).t() if by_column else grad.new_empty((features, columns))
 
-    def of_input() -> Tensor:
-        sizes = (*grad.shape[:-1], width)
-        return grad.new_empty_strided(sizes, strides.by_column(sizes)) if needs >> 7 & 1 else grad.new_empty(sizes)
-
     made = (
-        of_input,
+        lambda: grad.new_empty((*grad.shape[:-1], width)),
         lambda: matrix(hidden, width, needs >> 8 & 1),
         lambda: matrix(hidden, width, needs >> 9 & 1),
         lambda: matrix(*second_weight.shape, not _has_no_gaps(second_weight)),
@@ -217,8 +220,8 @@ def _rotary(q: Tensor, k: Tensor) -> Tuple[Tensor, Tensor]:
 
 
 _RESULTS = {  # and the check of the operands
-    "act_and_mul": (strides.new_product, operands.check_act_and_mul),
-    "act_and_mul_backward": (strides.new_gradients, None),
+    "act_and_mul": (like_gate, operands.check_act_and_mul),
+    "act_and_mul_backward": (like_gate_and_up, None),
     "mm": (lambda a, b: a.new_empty((a.shape[0], b.shape[1])), None),
     "linear": (like_product, operands.check_linear),
     "gated_linear": (lambda x, gate_weight: like_product(x, gate_weight), operands.check_gated_linear),

@@ -19,6 +19,7 @@ from ..quantized import weights as quantized
 from .attention import methods as attention
 from .experts import blocks, mixtures, routers, wrappers
 from .experts.known import llama4
+from .experts.quantized import words_of as words_of_codes
 from .methods import switching
 from .parts import adapters, norms, recognition, refusals
 from .reading.attributes import attribute_of, of_call
@@ -163,7 +164,7 @@ def of_experts(module: nn.Module, asked: Optional[str] = None) -> Outcome:
     if refusal is not None:
         return _own_way(refusal, _EXPERTS)
     pattern = _UNTRAINED_EXPERTS if mixtures.trains_as_written(module) else _EXPERTS
-    return Outcome(FULL, (), f"{pattern}{mixtures.words_of(module)}")
+    return Outcome(FULL, (), f"{pattern}{words_of_codes(module)}")
 
 
 def of_wrapper(module: nn.Module) -> Outcome:
@@ -265,9 +266,8 @@ def of_nothing_to_fuse(module: nn.Module, methods: Iterable[FunctionType]) -> Op
     if not (mlps and plain):
         return None
     if all(map(_has_few_inputs, firsts)):
-        return Outcome(
-            NONE, (Reason(NO_KERNEL, "", f"no kernel for {firsts[0].in_features} input features"),), _pattern(mlps)
-        )
+        reason = Reason(NO_KERNEL, "", f"no kernel for {firsts[0].in_features} input features")
+        return Outcome(NONE, (reason,), _pattern(mlps))
     if not all(map(_has_own_product, firsts)):
         return None
     return Outcome(NONE, tuple(dict.fromkeys(reason for mlp in mlps for reason in _reasons(mlp))), _pattern(mlps))
@@ -350,9 +350,8 @@ def of_nothing(module: nn.Module) -> Optional[Outcome]:
     if issubclass(type(module), (nn.ModuleList, nn.ModuleDict)) or not detection.has_parts_of_mlp(module):
         return None
     forward = inspect.getattr_static(type(module), "forward")
-    forward = (
-        inspect.unwrap(forward) if isinstance(forward, FunctionType) else forward
-    )  # a decorator calls the function it wraps
+    if isinstance(forward, FunctionType):
+        forward = inspect.unwrap(forward)  # a decorator calls the function that it wraps
     if not isinstance(forward, FunctionType):
         return Outcome(NONE, (Reason(NO_FUNCTION, "", type(forward).__name__),))
     if tree_of(forward) is None:

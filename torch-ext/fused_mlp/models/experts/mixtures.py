@@ -185,16 +185,6 @@ def trains_as_written(module: nn.Module) -> bool:
     return quantized.is_read(module) or proofs.tensors_of(module, proofs.of(module).weights)[0].is_cpu
 
 
-def are_quantized(module: nn.Module) -> bool:
-    """True for experts with FP8 weights that this package reads."""
-    return quantized.is_read(module)
-
-
-def words_of(module: nn.Module) -> str:
-    """Return the report's words for the format of a module's weights, which follow the pattern of experts."""
-    return quantized.words_of(module)
-
-
 def _fused(
     module: nn.Module,
     x: Tensor,

@@ -244,6 +244,10 @@ _EXPANDED: Dict[str, Callable[..., Sum]] = {
 }
 
 
+_OF_FIRST = {"getitem", "item of", "chunk", "detach", "unsqueeze", "squeeze", "view", "reshape", "index_select"}
+_OF_FIRST |= {"transpose"}  # operations whose result has the dtype of their first argument
+
+
 def dtype_of(value: Any, own: Callable[[Node], bool]) -> Any:
     """Return the dtype in which a node is computed: ``OWN`` or a wider one, or None for a number.
 
@@ -258,18 +262,7 @@ def dtype_of(value: Any, own: Callable[[Node], bool]) -> Any:
         return OWN
     if value.op == "to":
         return _cast(dtype_of(value.args[0], own), value.args[1], own)
-    if value.op in (
-        "getitem",
-        "item of",
-        "chunk",
-        "detach",
-        "unsqueeze",
-        "squeeze",
-        "view",
-        "reshape",
-        "index_select",
-        "transpose",
-    ):
+    if value.op in _OF_FIRST:
         return dtype_of(value.args[0], own)
     if value.op == "loop":
         return dtype_of(value.args[1], own)
