@@ -45,18 +45,11 @@ def as_number(value: Sum) -> Optional[float]:
     return scale if not factors and not more else None
 
 
-def as_product(value: Sum) -> Optional[Tuple[Dict[Atom, float], float]]:
-    """Return the atoms with their exponents, and the coefficient, of a sum with one term; None for other sums."""
-    if len(value) != 1:
-        return None
-    ((factors, scale),) = value
-    return dict(factors), scale
-
-
 def as_atom(value: Sum) -> Atom:
     """Return the atom that a sum equals; None if it is anything else."""
-    found = as_product(value)
-    return next(iter(found[0])) if found is not None and found[1] == 1 and list(found[0].values()) == [1] else None
+    ((factors, scale), *more) = value or ((frozenset(), 0.0),)
+    ((found, exponent), *others) = factors or ((None, 1),)
+    return found if scale == exponent == 1 and not more and not others else None
 
 
 def plus(a: Sum, b: Sum, scale: float = 1.0) -> Sum:
@@ -92,10 +85,6 @@ def power(base: Sum, exponent: float) -> Sum:
         inverse = _sigmoid_in(base)
         if inverse is not None:
             return inverse
-    product = as_product(base)
-    if product is not None and exponent == int(exponent) and product[1] != 1:  # (2x)^-1
-        unscaled = frozenset({(frozenset(product[0].items()), 1.0)})
-        return times(number(product[1] ** exponent), atom(("pow", unscaled, exponent)))
     return atom(("pow", base, exponent))
 
 
@@ -266,8 +255,6 @@ def dtype_of(value: Any, own: Callable[[Node], bool]) -> Any:
         return dtype_of(value.args[0], own)
     if value.op == "loop":
         return dtype_of(value.args[1], own)
-    if value.op == "if":
-        return _wider(dtype_of(value.args[1], own), dtype_of(value.args[2], own))
     if value.op == "zeros_like":
         given = value.args[1]
         return dtype_of(value.args[0], own) if given is None else _cast(OWN, given, own)
