@@ -127,7 +127,8 @@ def is_fused(function: Any) -> bool:
 
 def memory_of(function: FunctionType) -> str:
     """Return the ``memory`` setting of a fused method: the values that training keeps."""
-    return "recompute" if function is sequences.sequential_recomputed else getattr(function, _MEMORY, "activations")
+    is_sequential = function is sequences.SEQUENTIAL["recompute"]
+    return "recompute" if is_sequential else getattr(function, _MEMORY, "activations")
 
 
 def mlps_in(function: FunctionType, module: nn.Module) -> List[FoundMLP]:
