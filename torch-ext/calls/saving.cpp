@@ -24,9 +24,9 @@ PyObject* apart(PyObject* operand, Py_ssize_t place) {
   return operand;
 }
 
-// Returns the bits of column-major gradients of weights: none if the weights are contiguous.
+// Returns the bits of gradients whose columns are adjacent: none if all their inputs are contiguous.
 PyObject* layout(PyObject* inputs, PyObject* needs) {
-  for (Py_ssize_t i = kFirstWeight; i < kLastWeight; ++i) {  // the weights of the first layer
+  for (Py_ssize_t i = 0; i < kLastWeight; ++i) {  // x and the weights of the first layer
     if (PyTuple_GetItem(needs, i) != Py_True) continue;
     dlpack::Tensor view;
     const bool dense = read_sizes(PyTuple_GetItem(inputs, i), &view) && is_contiguous(view);

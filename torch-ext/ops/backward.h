@@ -17,7 +17,7 @@
 namespace fused_mlp {
 
 // The operands of training_forward. Bit i of `needs` requests the gradient of operand i. Bit kOperands + i says that
-// the gradient of a weight of the first layer is column-major; the operand itself need not exist for that.
+// the gradient of x or of a weight of the first layer is column-major; the operand itself need not exist for that.
 enum Operand { kX, kWeight, kUpWeight, kSecondWeight, kBias, kUpBias, kSecondBias, kOperands };
 
 class Needs {
@@ -286,15 +286,15 @@ class Backward {
     if (needs(kX) && !dx_rows_) make_input_gradient(weight->size(1));
     auto sum = [&] {
       using Kernel = decltype(Backend::input_gradient(Products()));
-      if (!dx_rows_) return Kernel();
+      if (!dx_rows_ || dx_rows_->stride(1) != 1) return Kernel();
       Products products{{*dgate, *weight}};
       if (up) products.emplace_back(*dup, *up_weight);
       return Backend::input_gradient(products);
     }();
     if (sum) sum.launch(*dx_rows_);
     if (dx_rows_ && !sum) {
-      Backend::mm(*dx_rows_, *dgate, *weight);
-      if (up) Backend::add_mm(*dx_rows_, *dup, *up_weight);
+      add_to_input(*dgate, *weight, &Backend::mm);
+      if (up) add_to_input(*dup, *up_weight, &Backend::add_mm);
     }
     if (up && needs(kUpBias)) add_found(kUpBias, of_bias(*dup));
     if (!needs(kUpWeight)) {
@@ -350,9 +350,22 @@ class Backward {
     const auto of_result = result_grad_.sizes();
     std::vector<int64_t> sizes(of_result.begin(), of_result.end());
     sizes.back() = in;
-    const Tensor dx = new_dense(grad_, sizes);
-    dx_rows_ = flat(dx);
+    const int64_t rows = grad_.size(0);
+    std::vector<int64_t> by_column = dense_strides({sizes.data(), sizes.size() - 1});
+    by_column.push_back(rows);
+    const Tensor dx = needs.by_column(kX) ? new_strided(grad_, sizes, by_column) : new_dense(grad_, sizes);
+    dx_rows_ = dx.stride(-1) == 1 ? flat(dx) : matrix_view(dx, {rows, in}, {1, rows});
     found_[kX] = dx;
+  }
+
+  // Runs mm or add_mm for dx (+)= grad weight. torch's GEMMs need an output whose rows have adjacent elements.
+  template <typename Gemm>
+  void add_to_input(const Tensor& grad, const Tensor& weight, Gemm gemm) const {
+    if (dx_rows_->stride(1) != 1) {
+      gemm(transposed(*dx_rows_), transposed(weight), transposed(grad));
+    } else {
+      gemm(*dx_rows_, grad, weight);
+    }
   }
 
   // True if the gradients of gate's and up's weights are one batch. It needs the gradients of gate and up at the same

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..backends import native
+from ..backends import native, strides
 
 Operands = Tuple[Optional[Tensor], ...]
 Needs = Tuple[bool, ...]
@@ -87,8 +87,16 @@ def applied(kind: type, compiled: Optional[Callable[..., Any]] = None) -> Callab
 
 
 def layout(inputs: Tuple[Any, ...], needs: Needs) -> int:
-    """Return the bits of ``needs`` in backward.h that say which gradients of weights are column-major."""
-    return sum(1 << 7 + place for place in (1, 2) if needs[place] and not inputs[place].is_contiguous())
+    """Return the bits of ``needs`` in backward.h that say which gradients have adjacent columns."""
+    x, weight, up_weight = inputs[:3]
+    bits = 0
+    if needs[0] and not x.is_contiguous() and strides.is_by_column(x, needs[1 if up_weight is None else 2]):
+        bits = 1 << 7
+    if needs[1] and not weight.is_contiguous():
+        bits |= 1 << 8
+    if needs[2] and not up_weight.is_contiguous():
+        bits |= 1 << 9
+    return bits
 
 
 def asked(ctx: Any, grad: Tensor, operands: Operands) -> Needs:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import operands
 from .._ops import add_op_namespace_prefix, ops
+from . import strides
 
 Made = Callable[..., Any]  # returns the result, given operands by name
 
@@ -154,8 +155,12 @@ def _gradients(
     def matrix(features: int, columns: int, by_column: int) -> Tensor:
         return grad.new_empty((columns, features)).t() if by_column else grad.new_empty((features, columns))
 
+    def of_input() -> Tensor:
+        sizes = (*grad.shape[:-1], width)
+        return grad.new_empty_strided(sizes, strides.by_column(sizes)) if needs >> 7 & 1 else grad.new_empty(sizes)
+
     made = (
-        lambda: grad.new_empty((*grad.shape[:-1], width)),
+        of_input,
         lambda: matrix(hidden, width, needs >> 8 & 1),
         lambda: matrix(hidden, width, needs >> 9 & 1),
         lambda: matrix(*second_weight.shape, not _has_no_gaps(second_weight)),
