@@ -81,39 +81,11 @@ def power(base: Sum, exponent: float) -> Sum:
         return number(scale**exponent)
     if exponent == int(exponent) and 0 < exponent <= 6:
         return functools.reduce(times, [base] * int(exponent))
-    if exponent == -1:
-        inverse = _sigmoid_in(base)
-        if inverse is not None:
-            return inverse
     return atom(("pow", base, exponent))
 
 
 def sigmoid(value: Sum) -> Sum:
-    if _is_negative(value):  # 1 - sigmoid(-x)
-        return plus(number(1.0), sigmoid(times(number(-1.0), value)), -1.0)
     return atom(("sigmoid", value))
-
-
-def _sigmoid_in(base: Sum) -> Optional[Sum]:
-    """1 / (1 + exp(-x))"""
-    terms = dict(base)
-    exponentials = [factors for factors in terms if factors]
-    if len(terms) != 2 or terms.get(frozenset()) != 1 or len(exponentials) != 1 or terms[exponentials[0]] != 1:
-        return None
-    ((part, exponent),) = tuple(exponentials[0])[:1]
-    if len(exponentials[0]) != 1 or exponent != 1 or part[0] != "exp":
-        return None
-    return sigmoid(times(number(-1.0), part[1]))
-
-
-def _erf(x: Sum) -> Sum:
-    return times(number(-1.0), atom(("erf", times(number(-1.0), x)))) if _is_negative(x) else atom(("erf", x))
-
-
-def _is_negative(value: Sum) -> bool:
-    """True for one of ``x`` and ``-x``, chosen consistently, so that f(x) and f(-x) get canonical forms."""
-    terms = sorted(value, key=lambda term: (len(term[0]), sorted(exponent for _, exponent in term[0]), abs(term[1])))
-    return bool(terms) and terms[0][1] < 0
 
 
 def _sum(terms: Dict[Product, float]) -> Sum:
@@ -194,7 +166,7 @@ def _tanh(x: Sum) -> Sum:
 def _gelu(x: Sum, approximate: str) -> Sum:
     half = times(number(0.5), x)
     if approximate == "none":
-        return plus(half, times(half, _erf(times(number(math.sqrt(0.5)), x))))
+        return plus(half, times(half, atom(("erf", times(number(math.sqrt(0.5)), x)))))
     if approximate != "tanh":
         raise NotProved("an unknown gelu")
     inner = plus(x, times(number(0.044715), power(x, 3)))
@@ -214,21 +186,11 @@ def _clamp(x: Sum, low: Any, high: Any) -> Sum:
     return atom(("relu", x)) if (low, high) == (0.0, None) else atom(("clamp", x, low, high))
 
 
-def _softplus(x: Sum, beta: Any, threshold: Any) -> Sum:
-    if not all(type(each) in (int, float) for each in (beta, threshold)):
-        raise NotProved("a softplus with a parameter that is not a number")
-    return atom(("softplus", x, float(beta), float(threshold)))
-
-
 _EXPANDED: Dict[str, Callable[..., Sum]] = {
     "clamp": _clamp,
-    "erf": _erf,
-    "erfc": lambda x: plus(number(1.0), _erf(x), -1.0),
     "gelu": _gelu,
-    "mish": lambda x: times(x, _tanh(_softplus(x, 1.0, 20.0))),
     "sigmoid": sigmoid,
     "silu": lambda x: times(x, sigmoid(x)),
-    "softplus": _softplus,
     "tanh": _tanh,
 }
 

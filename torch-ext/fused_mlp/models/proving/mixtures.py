@@ -152,7 +152,7 @@ class _Body:
         hidden = next(_found(inner, "product"), None) if hidden is None else hidden
         if hidden is None:
             raise NotProved("no product of an expert's tokens and weights")
-        gated, hidden = hidden[0] == "half", hidden[1] if hidden[0] == "half" else _with_bias(inner, hidden)
+        gated, hidden = hidden[0] == "half", hidden[1] if hidden[0] == "half" else atom(hidden)
         form = _gated(inner, hidden) if gated else _ungated(inner, hidden)
         rows, up, up_transposed, up_bias = _product(hidden)
         if rows != atom("rows") or transposed != up_transposed:
@@ -301,12 +301,6 @@ def _found(value: Any, kind: str) -> Iterator[Any]:
                 if part[0] == kind:
                     yield part
                 yield from (each for inner in part[1:] if isinstance(inner, frozenset) for each in _found(inner, kind))
-
-
-def _with_bias(value: Sum, product: Any) -> Sum:
-    """Return a product plus the bias that occurs beside it in ``value``."""
-    name = next((name for _, name in _found(value, "bias")), None)
-    return atom(product) if name is None else algebra.plus(atom(product), atom(("bias", name)))
 
 
 def _product(value: Sum) -> Tuple[Sum, str, bool, Optional[str]]:
