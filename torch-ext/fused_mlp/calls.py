@@ -295,8 +295,10 @@ def _recorder() -> Optional[str]:
     return None
 
 
+# Without OpOverload's Python overhead, for calls that nothing traces.
 _COMPILED_OPS = {
-    name: getattr(native, name) for name in ("act_and_mul", "linear", "gated_linear", "gated_mlp", "mlp", "experts_mlp")
+    name: getattr(getattr(native, name), "_op", getattr(native, name))
+    for name in ("act_and_mul", "linear", "gated_linear", "gated_mlp", "mlp", "experts_mlp")
 }
 _plain = native.plain_modules  # None if this build has no compiled ops
 

@@ -40,15 +40,19 @@ def check_act_and_mul(gate: Tensor, up: Tensor) -> None:
         raise OperandTypeError(f"up must have the dtype of gate, {gate.dtype}, got {up.dtype}")
 
 
-def are_row_major(*tensors: Tensor) -> bool:
-    """True if the elements of all tensors are in memory in the order of their dimensions, perhaps with gaps. Results of
-    PyTorch's elementwise operations on such tensors are too, without gaps."""
-    return all(tensor.is_contiguous() for tensor in tensors) or all(map(_is_row_major, tensors))
-
-
-def _is_row_major(tensor: Tensor) -> bool:
-    sizes, strides = (*tensor.shape, 1), (*tensor.stride(), 1)
-    return all(strides[d] >= strides[d + 1] * sizes[d + 1] > 0 for d in range(tensor.dim()))
+def are_row_major(first: Tensor, second: Tensor) -> bool:
+    """True if the elements of two tensors of one shape are in memory in the order of the dimensions, perhaps with gaps:
+    so are those of results of PyTorch's elementwise operations on them, without gaps."""
+    if first.is_contiguous() and second.is_contiguous():
+        return True
+    sizes = first.shape
+    for strides in (first.stride(),) if second.stride() == first.stride() else (first.stride(), second.stride()):
+        least = 1
+        for size, stride in zip(sizes[::-1], strides[::-1]):
+            if stride < least:
+                return False
+            least = stride * size
+    return True
 
 
 def check_linear(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> None:
