@@ -25,9 +25,8 @@ Tensor act_and_mul(const Tensor& gate, const Tensor& up, int64_t activation) {
   check_activation(activation);
   check_same_shape(up, "up", gate);
   const DType dtype = dtype_of(gate, "gate");
-  const Strides strides = product_strides(activation, gate, up);
-  const Tensor out = new_strided(gate, gate.sizes(), strides);
-  const Walk walk(strides, {&gate, &up});
+  const Tensor out = new_dense(gate, gate.sizes());
+  const Walk walk({&gate, &up});
   run_pointwise(pointwise().act_and_mul, {dtype, walk.rows, walk.cols}, activation, walk.input(0), walk.input(1),
                 walk.output(out));
   return out;
@@ -39,15 +38,10 @@ std::tuple<Tensor, Tensor> act_and_mul_backward(const Tensor& grad, const Tensor
   check_same_shape(gate, "gate", grad);
   check_same_shape(up, "up", grad);
   const DType dtype = dtype_of(gate, "gate");
-  const auto [strides, up_strides] = gradient_strides(activation, grad, gate, up);
-  const Tensor gate_grad = new_strided(gate, gate.sizes(), strides);
-  Tensor up_grad = new_strided(up, up.sizes(), up_strides);
-  // The kernel writes both gradients in the same element order.
-  const Tensor walked_up_grad = up_strides == strides ? up_grad : new_strided(up, up.sizes(), strides);
-  const Walk walk(strides, {&grad, &gate, &up});
+  const Tensor gate_grad = new_dense(gate, gate.sizes()), up_grad = new_dense(up, up.sizes());
+  const Walk walk({&grad, &gate, &up});
   run_pointwise(pointwise().act_and_mul_backward, {dtype, walk.rows, walk.cols}, activation, walk.input(0),
-                walk.input(1), walk.input(2), walk.output(gate_grad), walk.output(walked_up_grad), kNoMatrix);
-  if (up_strides != strides) torch::stable::copy_(up_grad, walked_up_grad);
+                walk.input(1), walk.input(2), walk.output(gate_grad), walk.output(up_grad), kNoMatrix);
   return {gate_grad, up_grad};
 }
 

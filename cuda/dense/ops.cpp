@@ -15,9 +15,8 @@ Tensor act_and_mul(const Tensor& gate, const Tensor& up, int64_t activation) {
   check_activation(activation);
   check_same_shape(up, "up", gate);
   const DeviceGuard device_guard(gate.get_device_index());
-  const Strides strides = product_strides(activation, gate, up);
-  const Tensor out = new_strided(gate, gate.sizes(), strides);
-  const Walk walk(strides, {&gate, &up});
+  const Tensor out = new_dense(gate, gate.sizes());
+  const Walk walk({&gate, &up});
   check(launch_act_and_mul(walk.input(0), walk.input(1), walk.output(out), walk.rows, walk.cols, dtype_of(gate, "gate"),
                            activation, current_stream(gate)));
   return out;
@@ -29,16 +28,11 @@ std::tuple<Tensor, Tensor> act_and_mul_backward(const Tensor& grad, const Tensor
   check_same_shape(gate, "gate", grad);
   check_same_shape(up, "up", grad);
   const DeviceGuard device_guard(gate.get_device_index());
-  const auto [strides, up_strides] = gradient_strides(activation, grad, gate, up);
-  const Tensor gate_grad = new_strided(gate, gate.sizes(), strides);
-  Tensor up_grad = new_strided(up, up.sizes(), up_strides);
-  // The kernel writes both gradients in the same element order.
-  const Tensor walked_up_grad = up_strides == strides ? up_grad : new_strided(up, up.sizes(), strides);
-  const Walk walk(strides, {&grad, &gate, &up});
+  const Tensor gate_grad = new_dense(gate, gate.sizes()), up_grad = new_dense(up, up.sizes());
+  const Walk walk({&grad, &gate, &up});
   check(launch_act_and_mul_backward(walk.input(0), walk.input(1), walk.input(2), walk.output(gate_grad),
-                                    walk.output(walked_up_grad), kNoMatrix, walk.rows, walk.cols,
-                                    dtype_of(gate, "gate"), activation, current_stream(gate)));
-  if (up_strides != strides) torch::stable::copy_(up_grad, walked_up_grad);
+                                    walk.output(up_grad), kNoMatrix, walk.rows, walk.cols, dtype_of(gate, "gate"),
+                                    activation, current_stream(gate)));
   return {gate_grad, up_grad};
 }
 

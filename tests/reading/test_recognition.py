@@ -37,7 +37,6 @@ KNOWN = {
     "silu": "return F.silu(x)",
     "swish": SWISH,
     "swish by method": "gate = x.sigmoid()\nreturn x.mul(gate)",
-    "swish by exp": "return x / (1 + torch.exp(-x))",
     "float32 silu": "return F.silu(x.float()).to(x.dtype)",
     "float32 silu by type_as": "return F.silu(x.to(torch.float32)).type_as(x)",
     "quick": "return x * torch.sigmoid(1.702 * x)",

@@ -70,7 +70,6 @@ MODELS = {
     ),
     "hunyuan_v1_moe": ({}, 2),
     "lfm2_moe": ({"layer_types": ["conv", "full_attention"], "num_dense_layers": 0}, 2),
-    "longcat_flash": (LATENT | {"zero_expert_num": 0, "expert_ffn_hidden_size": 24, "ffn_hidden_size": 40}, 1),
     "minimax_m2": ({}, 2),
     "nemotron_h": ({"layers_block_type": ["attention", "moe"]}, 1),
     "dots1": (SPARSE, 1),

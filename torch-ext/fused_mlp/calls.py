@@ -36,7 +36,7 @@ _tracing_state = torch._C._get_tracing_state
 
 def act_and_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     given = (gate, up)
-    if is_plainly_recorded("act_and_mul", given) is False:
+    if is_plainly_recorded("act_and_mul", given) is False and operands.are_row_major(*given):
         result = _by_op("act_and_mul", given, activation.code)
         if result is not None:
             return result
@@ -295,8 +295,10 @@ def _recorder() -> Optional[str]:
     return None
 
 
+# Without OpOverload's Python overhead, for calls that nothing traces.
 _COMPILED_OPS = {
-    name: getattr(native, name) for name in ("act_and_mul", "linear", "gated_linear", "gated_mlp", "mlp", "experts_mlp")
+    name: getattr(getattr(native, name), "_op", getattr(native, name))
+    for name in ("act_and_mul", "linear", "gated_linear", "gated_mlp", "mlp", "experts_mlp")
 }
 _plain = native.plain_modules  # None if this build has no compiled ops
 
@@ -450,7 +452,7 @@ _VMAP = torch._C._functorch.TransformType.Vmap
 
 
 def _act_and_mul(gate: Tensor, up: Tensor, activation: int) -> Tensor:
-    if pointwise_reason(gate, up) is not None:
+    if pointwise_reason(gate, up) is not None or not operands.are_row_major(gate, up):  # torch's result has its strides
         return reference.act_and_mul(gate, up, activation)
     recorded = autograd_follows(gate, up)
     implementation = dispatch.select("act_and_mul", gate, gate.numel() if recorded else None)
@@ -481,9 +483,14 @@ class _ActAndMul(torch.autograd.Function):
         if grad is None:
             return (None,) * 4
         gate, up = ctx.saved_tensors
-        implementation = reference if training.is_gradient_seen(grad) else ctx.implementation
-        if up is None and not (gate.is_contiguous() and grad.is_contiguous()):  # give it eager's strides
-            return None, grad * BY_CODE[ctx.activation].function(gate), None, None
+        function, is_seen = BY_CODE[ctx.activation].function, training.is_gradient_seen(grad)
+        if not (is_seen or _is_compiling() or operands.are_row_major(grad, gate)):  # give them torch's strides
+            with torch.enable_grad():
+                own = gate.detach().requires_grad_()
+                value = function(own)
+            gate_grad = None if up is None else torch.autograd.grad(value, own, grad * up)[0]
+            return gate_grad, grad * value.detach(), None, None
+        implementation = reference if is_seen else ctx.implementation
         if up is None:
             return None, _computed_act_and_mul(implementation, gate, grad, ctx.activation), None, None
         given = grad, gate, up, ctx.activation

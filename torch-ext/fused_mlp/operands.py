@@ -40,6 +40,21 @@ def check_act_and_mul(gate: Tensor, up: Tensor) -> None:
         raise OperandTypeError(f"up must have the dtype of gate, {gate.dtype}, got {up.dtype}")
 
 
+def are_row_major(first: Tensor, second: Tensor) -> bool:
+    """True if the elements of two tensors of one shape are in memory in the order of the dimensions, perhaps with gaps:
+    so are those of results of PyTorch's elementwise operations on them, without gaps."""
+    if first.is_contiguous() and second.is_contiguous():
+        return True
+    sizes = first.shape
+    for strides in (first.stride(),) if second.stride() == first.stride() else (first.stride(), second.stride()):
+        least = 1
+        for size, stride in zip(sizes[::-1], strides[::-1]):
+            if stride < least:
+                return False
+            least = stride * size
+    return True
+
+
 def check_linear(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> None:
     _check_input(x)
     _check_projection(x, "x", x.shape[-1], "weight", weight, "bias", bias)

@@ -46,6 +46,14 @@ def _operands_of(function: Optional[Callable[..., Any]], schema: Any) -> Callabl
     return itemgetter(*wanted) if len(wanted) > 1 else lambda given: [given[place] for place in wanted]
 
 
+def like_gate(gate: Tensor) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+def like_gate_and_up(gate: Tensor, up: Tensor) -> Tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
 def like_product(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
@@ -217,8 +225,8 @@ def _rotary(q: Tensor, k: Tensor) -> Tuple[Tensor, Tensor]:
 
 
 _RESULTS = {  # and the check of the operands
-    "act_and_mul": (strides.new_product, operands.check_act_and_mul),
-    "act_and_mul_backward": (strides.new_gradients, None),
+    "act_and_mul": (like_gate, operands.check_act_and_mul),
+    "act_and_mul_backward": (like_gate_and_up, None),
     "mm": (lambda a, b: a.new_empty((a.shape[0], b.shape[1])), None),
     "linear": (like_product, operands.check_linear),
     "gated_linear": (lambda x, gate_weight: like_product(x, gate_weight), operands.check_gated_linear),

@@ -79,7 +79,7 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.K
                 found = _fuse(module, check, memory, id(module) in second_modules)
                 first_modules.update(map(id, first_modules_in(module)))
                 for method in switching.methods_in(module).values():
-                    second_modules.update(map(id, rewriter.second_modules_in(method, module)))
+                    second_modules.update(map(id, rewriter.modules_in("second", method, module)))
                 around.update(blocks_around(module))
                 inner.update(map(id, (*layers_in(module), *wrappers.within(module))))
                 if found is not None and id(module) not in first_modules:
@@ -111,7 +111,7 @@ def is_fused(module: nn.Module) -> bool:
 def first_modules_in(module: nn.Module) -> List[nn.Module]:
     """Return the first modules of fused split MLPs, and the modules that a fused wrapper or block contains."""
     methods = switching.methods_in(module).values()
-    found = [part for method in methods for part in rewriter.first_modules_in(method, module)]
+    found = [part for method in methods for part in rewriter.modules_in("first", method, module)]
     return [*found, *wrappers.within(module), *llama4.within(module)]
 
 

@@ -265,9 +265,8 @@ def of_nothing_to_fuse(module: nn.Module, methods: Iterable[FunctionType]) -> Op
     if not (mlps and plain):
         return None
     if all(map(_has_few_inputs, firsts)):
-        return Outcome(
-            NONE, (Reason(NO_KERNEL, "", f"no kernel for {firsts[0].in_features} input features"),), _pattern(mlps)
-        )
+        reason = Reason(NO_KERNEL, "", f"no kernel for {firsts[0].in_features} input features")
+        return Outcome(NONE, (reason,), _pattern(mlps))
     if not all(map(_has_own_product, firsts)):
         return None
     return Outcome(NONE, tuple(dict.fromkeys(reason for mlp in mlps for reason in _reasons(mlp))), _pattern(mlps))
@@ -350,9 +349,8 @@ def of_nothing(module: nn.Module) -> Optional[Outcome]:
     if issubclass(type(module), (nn.ModuleList, nn.ModuleDict)) or not detection.has_parts_of_mlp(module):
         return None
     forward = inspect.getattr_static(type(module), "forward")
-    forward = (
-        inspect.unwrap(forward) if isinstance(forward, FunctionType) else forward
-    )  # a decorator calls the function it wraps
+    if isinstance(forward, FunctionType):
+        forward = inspect.unwrap(forward)  # a decorator calls the function that it wraps
     if not isinstance(forward, FunctionType):
         return Outcome(NONE, (Reason(NO_FUNCTION, "", type(forward).__name__),))
     if tree_of(forward) is None:

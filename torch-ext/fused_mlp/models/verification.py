@@ -21,6 +21,7 @@ from ..backends import reference
 from ..experts import traceable
 from ..quantized import weights as quantized
 from .experts import mixtures, proofs
+from .experts.quantized import is_read as are_quantized
 from .parts import adapters, refusals
 from .rewriting.found import FoundMLP
 from .running import forwards
@@ -56,7 +57,7 @@ class Verification:
 
     def disagreement_of_experts(self, module: nn.Module) -> Optional[str]:
         """Like :meth:`disagreement`, for an experts module; only two experts are computed."""
-        if mixtures.refusal(module) is not None or mixtures.are_quantized(module):
+        if mixtures.refusal(module) is not None or are_quantized(module):
             return None  # FP8 experts round their input, and their code may come from the Hub
         found = proofs.of(module)
         tensors = proofs.tensors_of(module, found.weights)

@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import strides
 from .activations import activate, derivative
 from .devices import device_of
 from .rows import as_rows
@@ -74,28 +73,21 @@ def act_and_mul_backward_kernel(
 
 
 def act_and_mul(gate: Tensor, up: Tensor, activation: int) -> Tensor:
-    out = strides.new_product(gate, up, activation)
+    out = gate.new_empty(gate.shape)
     if out.numel():
         _launch(act_and_mul_kernel, (gate, up), (out,), activation)
     return out
 
 
 def act_and_mul_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: int) -> Tuple[Tensor, Tensor]:
-    dgate, dup = strides.new_gradients(grad, gate, up, activation)
+    dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
     if dgate.numel():
-        written = dup if dup.stride() == dgate.stride() else dup.new_empty_strided(dup.shape, dgate.stride())
-        _launch(act_and_mul_backward_kernel, (grad, gate, up), (dgate, written), activation)
-        if written is not dup:
-            dup.copy_(written)
+        _launch(act_and_mul_backward_kernel, (grad, gate, up), (dgate, dup), activation)
     return dgate, dup
 
 
 def _launch(kernel, inputs: Tuple[Tensor, ...], outputs: Tuple[Tensor, ...], activation: int) -> None:
-    """Launch on dense ``outputs`` of one layout; the kernel visits all tensors in the order of that layout."""
-    if not all(operand.is_contiguous() for operand in (*inputs, outputs[0])):
-        out = outputs[0].squeeze()
-        slowest_first = sorted(range(out.dim()), key=out.stride().__getitem__, reverse=True)
-        inputs = tuple(operand.squeeze().permute(slowest_first) for operand in inputs)
+    """Launch on contiguous ``outputs``."""
     if all(operand.is_contiguous() for operand in inputs):
         inputs = tuple(operand.view(1, -1) for operand in inputs)  # one long row: only the last tile is partial
     else:

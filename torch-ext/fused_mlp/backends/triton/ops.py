@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from ..._ops import add_op_namespace_prefix, ops
-from .. import fakes, reference, strides
+from .. import fakes, reference
 from . import experts, gemm, glu
 
 _DEVICES = ("cuda", "xpu", "cpu")  # the interpreter's tensors are on the CPU
@@ -22,12 +22,12 @@ _EXPERTS = (
 )
 
 for _name, _schema, _compute, _made in (
-    ("act_and_mul", "(Tensor gate, Tensor up, int activation) -> Tensor", glu.act_and_mul, strides.new_product),
+    ("act_and_mul", "(Tensor gate, Tensor up, int activation) -> Tensor", glu.act_and_mul, fakes.like_gate),
     (
         "act_and_mul_backward",
         "(Tensor grad, Tensor gate, Tensor up, int activation) -> (Tensor, Tensor)",
         glu.act_and_mul_backward,
-        strides.new_gradients,
+        fakes.like_gate_and_up,
     ),
     ("linear", "(Tensor x, Tensor weight, Tensor? bias, int activation) -> Tensor", gemm.linear, fakes.like_product),
     ("gated_linear", _GATED, gemm.gated_linear, lambda x, gate_weight: fakes.like_product(x, gate_weight)),

@@ -7,7 +7,6 @@ call saves the host time between them: if all are as they were when analysed, ne
 
 from __future__ import annotations
 
-import functools
 import weakref
 from types import FunctionType
 from typing import Any, Dict, NamedTuple, Optional, Tuple
@@ -56,9 +55,14 @@ _SHAPE = Node("shape", (_X,))
 
 def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
     """Return the method to install in a mixture block; empty if the module is none or is not understood."""
-    method = getattr(class_of(module), "forward", None)
     children = _children_of(module)
-    return {} if children is None else {"forward": _fused_method(method, children)}
+    if children is None:
+        return {}
+    method = class_of(module).forward
+    made = switching.fused_forward(KIND, method, called)
+    if children.shared is None:
+        split_mlps.wholes[made] = split_mlps.Segment(method, (_records,), None, None)
+    return {"forward": made}
 
 
 def is_whole(module: nn.Module) -> bool:
@@ -146,18 +150,6 @@ def _are_rows(rows: Value) -> bool:
         return False
     shape = rows.args[1]
     return len(shape) == 2 and shape[0] == -1 and shape[1] in (_size(2), _size(-1))
-
-
-@functools.cache
-def _made_of(method: FunctionType) -> FunctionType:
-    return switching.fused_forward(KIND, method, called)
-
-
-def _fused_method(method: FunctionType, children: _Children) -> FunctionType:
-    made = _made_of(method)
-    if children.shared is None:
-        split_mlps.wholes[made] = split_mlps.Segment(method, (_records,), None, None)
-    return made
 
 
 def called(module: nn.Module, x: Any) -> Optional[Tensor]:

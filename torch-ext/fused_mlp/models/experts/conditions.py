@@ -5,7 +5,6 @@ They are the dependencies of a proof, for one module: the values of attributes, 
 
 from __future__ import annotations
 
-from types import CellType
 from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
 
 from torch import Tensor, nn
@@ -73,8 +72,7 @@ def conditions_of(
         elif each.value is MISSING:
             absent += [(each.name, vars(base)) for base in owner.__mro__[:-2]]  # except those of torch and Python
         else:
-            name = "cell_contents" if isinstance(owner, CellType) else each.name
-            unchanged.append((owner, name, getattr(owner, name)))
+            unchanged.append((owner, each.name, getattr(owner, each.name)))
         if type(owner) is tuple and owner and owner[0] in state["_modules"]:
             parts[owner[0]] = state["_modules"][owner[0]]
     if any(isinstance(state.get(name), (Tensor, nn.Module)) for name in own) or not all(map(_plain.is_bare, called)):

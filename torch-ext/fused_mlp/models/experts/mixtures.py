@@ -7,7 +7,6 @@ operations, as under autograd on a CPU, it keeps more for the backward than eith
 from __future__ import annotations
 
 import functools
-import inspect
 from dataclasses import replace
 from types import FunctionType
 from typing import Any, Callable, Dict, Optional, Tuple
@@ -66,8 +65,6 @@ def are_left(module: nn.Module) -> bool:
 @remembered
 def fused_method(method: FunctionType) -> FunctionType:
     """Return the fused forward of a class of experts, with one call of ``experts_mlp`` where possible."""
-    own = interface.original_of(method)
-    names = tuple(inspect.signature(own or method).parameters)[1:]
     original = as_written("forward", method)
     instead = switching.instead_of(original)
 
@@ -83,11 +80,12 @@ def fused_method(method: FunctionType) -> FunctionType:
         another = instead(self)
         if another is not None:
             return another(self, *args, **kwargs)
-        given = args if len(args) == 3 and not kwargs else _in_order(names, args, kwargs)
-        if given is not None and is_as_recorded:
-            result = training.as_recorded(lambda x: _fused(self, x, *given[1:]), given[0])
-        else:
-            result = None if given is None else _fused(self, *given)
+        result = None
+        if len(args) == 3 and not kwargs:
+            if is_as_recorded:
+                result = training.as_recorded(lambda x: _fused(self, x, *args[1:]), args[0])
+            else:
+                result = _fused(self, *args)
         return method(self, *args, **kwargs) if result is None else result
 
     return switching.made(KIND, forward, original)
@@ -183,11 +181,6 @@ def _in_a_call(
 def trains_as_written(module: nn.Module) -> bool:
     """True if a fusible module of experts runs its original forward under autograd, as on a CPU."""
     return quantized.is_read(module) or proofs.tensors_of(module, proofs.of(module).weights)[0].is_cpu
-
-
-def are_quantized(module: nn.Module) -> bool:
-    """True for experts with FP8 weights that this package reads."""
-    return quantized.is_read(module)
 
 
 def words_of(module: nn.Module) -> str:
@@ -286,12 +279,6 @@ def _way(module: nn.Module) -> str:
 
 
 _OWN_LOOP = "own loop"
-
-
-def _in_order(names: Tuple[str, ...], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Optional[Tuple[Any, ...]]:
-    """Return tokens, experts and weights, passed by position or name; None if the arguments are not exactly these."""
-    named = dict(zip(names, args), **kwargs)
-    return tuple(named[name] for name in names[:3]) if len(named) == 3 and {*named} == {*names[:3]} else None
 
 
 def _of_module(module: nn.Module, found: Experts, tensors: Tuple[Optional[Tensor], ...], way: str) -> Optional[str]:

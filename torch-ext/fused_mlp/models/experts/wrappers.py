@@ -56,7 +56,9 @@ def within(module: nn.Module) -> Tuple[nn.Module, ...]:
 
 def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
     """Return the method to install in the outermost wrapper of a module of experts; empty for anything else."""
-    return {"forward": _fused_method(type(module).forward)} if is_wrapper(module) else {}
+    if not is_wrapper(module):
+        return {}
+    return {"forward": switching.fused_forward(KIND, type(module).forward, _output, arguments=3)}
 
 
 KIND = "experts with adapters"
@@ -73,11 +75,6 @@ def rank_of(module: nn.Module) -> str:
     found = _read(module)
     ranks = set() if isinstance(found, str) else {rhs.shape[1] for _, rhs, _ in found.adapters.values()}
     return ", ".join(map(str, sorted(ranks)))
-
-
-@functools.cache
-def _fused_method(method: FunctionType) -> FunctionType:
-    return switching.fused_forward(KIND, method, _output, arguments=3)
 
 
 def _output(module: nn.Module, x: Any, index: Any, weights: Any) -> Optional[Tensor]:

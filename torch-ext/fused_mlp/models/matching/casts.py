@@ -25,10 +25,6 @@ class Cast(NamedTuple):
     assignment: ast.Assign
     name: str
 
-    @property
-    def dtype(self) -> ast.expr:
-        return self.assignment.value.args[0]
-
 
 def cast_of(statement: ast.stmt) -> Optional[Cast]:
     """Return the cast that a statement consists of; None for any other statement."""

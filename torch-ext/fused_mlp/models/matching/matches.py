@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
-from typing import FrozenSet, Optional, Tuple, Union
+from dataclasses import dataclass, fields
+from typing import FrozenSet, List, Optional, Tuple, Union
 
 from .pattern import Pattern
 from .roles import Role
 
 
+class _Found:
+    @property
+    def parts(self) -> Tuple[ast.expr, ...]:
+        """The source expressions in the fields, in their order; ``read`` is none of them."""
+        found: List[ast.expr] = []
+        for value in (getattr(self, each.name) for each in fields(self)):
+            for part in value if isinstance(value, tuple) else (value,):
+                part = part.value if isinstance(part, ast.keyword) else part
+                found += part.parts if isinstance(part, _Found) else [part] if isinstance(part, ast.expr) else []
+        return tuple(found)
+
+
 @dataclass(frozen=True)
-class Act:
+class Act(_Found):
     """The application of an activation to ``h`` in the source.
 
     ``form``: ``call`` is ``callee(h, *options, **named)``, ``factor`` is the activation in ``callee(h, up)``.
@@ -28,14 +40,9 @@ class Act:
         """True if the source calls the activation as a function of h alone."""
         return self.form == "call" and not self.options and not self.named and self.role != Role.BOUND
 
-    @property
-    def parts(self) -> Tuple[ast.expr, ...]:
-        """The source expressions that it contains."""
-        return (self.callee, *self.options, *(word.value for word in self.named))
-
 
 @dataclass(frozen=True)
-class Match:
+class Match(_Found):
     """One fused call; all parts are expressions of the source.
 
     ``between`` are the operations on the hidden values before the last projection: modules, dropout probabilities, or
@@ -50,13 +57,9 @@ class Match:
     between: Tuple[ast.expr, ...] = ()
     read: FrozenSet[ast.Name] = frozenset()
 
-    @property
-    def parts(self) -> Tuple[ast.expr, ...]:
-        return (*self.inputs, *self.projections, *self.act.parts, *self.between)
-
 
 @dataclass(frozen=True)
-class SplitMLP:
+class SplitMLP(_Found):
     """``second(first(x), *rest, **named)``: an MLP whose halves are two modules."""
 
     second: ast.expr
@@ -65,11 +68,6 @@ class SplitMLP:
     rest: Tuple[ast.expr, ...]
     named: Tuple[ast.keyword, ...]
     read: FrozenSet[ast.Name]
-
-    @property
-    def parts(self) -> Tuple[ast.expr, ...]:
-        """The source expressions that it contains."""
-        return (self.second, self.first, self.x, *self.rest, *(word.value for word in self.named))
 
 
 @dataclass(frozen=True)
@@ -94,21 +92,16 @@ class Ending:
 
 
 @dataclass(frozen=True)
-class Whole:
+class Whole(_Found):
     """``module(x)``, for a module that is exactly one MLP."""
 
     module: ast.expr
     inputs: Tuple[ast.expr, ...]
     read: FrozenSet[ast.Name]
 
-    @property
-    def parts(self) -> Tuple[ast.expr, ...]:
-        """The source expressions that it contains."""
-        return (self.module, *self.inputs)
-
 
 @dataclass(frozen=True)
-class Modulation:
+class Modulation(_Found):
     """``norm(x) * (1 + scale) + shift`` in the source; the shift is optional.
 
     ``wide``: it is ``(norm(x.float()) * (1 + scale) + shift).type_as(x)``.
@@ -118,14 +111,9 @@ class Modulation:
     shift: Optional[ast.expr]
     wide: bool = False
 
-    @property
-    def parts(self) -> Tuple[ast.expr, ...]:
-        """The source expressions that it contains."""
-        return (self.scale,) if self.shift is None else (self.scale, self.shift)
-
 
 @dataclass(frozen=True)
-class Block:
+class Block(_Found):
     """``last(residual + ...(...(mlp(first(x))) * factor))`` of an MLP in one method. Only the sum is required.
 
     The residual is a name or a sum of names. ``modulation`` applies to the first norm. ``behind`` are the operations
@@ -136,8 +124,8 @@ class Block:
 
     match: Union[Match, Whole]
     behind: Tuple[ast.expr, ...]
-    factor: Optional[ast.expr]
     residual: ast.expr
+    factor: Optional[ast.expr]
     is_normed: bool
     first: Optional[ast.expr] = None
     last: Optional[ast.expr] = None
@@ -148,25 +136,13 @@ class Block:
     def read(self) -> FrozenSet[ast.Name]:
         return self.match.read
 
-    @property
-    def parts(self) -> Tuple[ast.expr, ...]:
-        """The source expressions that it contains."""
-        others = (part for part in (self.factor, self.first, self.last) if part is not None)
-        modulation = () if self.modulation is None else self.modulation.parts
-        return (*self.match.parts, *self.behind, self.residual, *others, *modulation)
-
 
 @dataclass(frozen=True)
-class Turns:
+class Turns(_Found):
     """``for module in modules: x = module(x)``, for modules that include MLPs."""
 
     modules: ast.expr
     x: ast.Name
-
-    @property
-    def parts(self) -> Tuple[ast.expr, ...]:
-        """The source expressions that it contains."""
-        return (self.modules, self.x)
 
 
 AnyMatch = Union[Match, SplitMLP, Block, Turns]

@@ -43,7 +43,9 @@ def _blocks_of(value: Value, role: RoleOf) -> Iterator[Block]:
         value = summed.part(other)
         passed, outer = _through(value, role)
         for scaled, factor in _factored(passed):
-            scaled = _part_widened(scaled) if wide else scaled
+            if wide:
+                inside = None if scaled.half is not None else _widened(scaled.node)
+                scaled = None if inside is None else scaled.part(inside)
             if residual is None or scaled is None or (wide and (last is not None or factor is None)):
                 continue
             inner, behind, norm = _behind(value if factor is None else scaled, role)
@@ -59,7 +61,7 @@ def _blocks_of(value: Value, role: RoleOf) -> Iterator[Block]:
                 hidden, _ = _through(inner.part(inner.node.args[0]), role, inner.node.func)
                 _, first = _applied(hidden, role)
             is_normed = last is not None or (norm is not None and role(norm) == Role.NORM)
-            block = Block(match, behind, factor, residual, is_normed, last=last, wide=wide)
+            block = Block(match, behind, residual, factor, is_normed, last=last, wide=wide)
             yield from _with_first_norm(block, first.part(first.node.args[0]), role)
             yield block
 
@@ -94,11 +96,6 @@ def _widened(node: ast.expr, name: Optional[str] = None) -> Optional[ast.expr]:
     if not is_method or node.args or node.keywords:
         return None
     return node.func.value if name is None or is_name(node.func.value, name) else None
-
-
-def _part_widened(value: Value) -> Optional[Value]:
-    node = None if value.half is not None else _widened(value.node)
-    return None if node is None else value.part(node)
 
 
 def _modulated(value: Value, role: RoleOf) -> Tuple[Optional[Modulation], Optional[Value]]:

@@ -141,6 +141,7 @@ def made(kind: str, forward: FunctionType, original: Written) -> FunctionType:
     return forward
 
 
+@functools.cache
 def fused_forward(
     kind: str,
     method: FunctionType,
@@ -148,7 +149,7 @@ def fused_forward(
     trace: Optional[Callable[..., Any]] = None,
     arguments: int = 1,
 ) -> FunctionType:
-    """Return a fused forward for a class: it returns ``compute``'s result for a call with ``arguments`` arguments.
+    """Return the fused forward of a class: it returns ``compute``'s result for a call with ``arguments`` arguments.
 
     The original runs if that result is None, and while a graph is traced; with ``trace``, Dynamo runs that instead
     (``traced.run``).

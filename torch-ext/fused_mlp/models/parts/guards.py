@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import CellType, FunctionType
+from types import FunctionType
 from typing import Any, Iterable, List, NamedTuple, Optional, Tuple
 
 from ...backends import native
@@ -44,5 +44,5 @@ def guards_of(dependencies: Iterable[Dependency]) -> Optional[Guards]:
         elif value is MISSING:
             unchanged.append((owner, name))
         elif not (value is None and isinstance(owner, FunctionType)):  # a function without defaults
-            unchanged.append((owner, "cell_contents" if type(owner) is CellType else name, value))
+            unchanged.append((owner, name, value))
     return Guards(tuple(unchanged), tuple(own), tuple(hidden))

@@ -45,18 +45,11 @@ def as_number(value: Sum) -> Optional[float]:
     return scale if not factors and not more else None
 
 
-def as_product(value: Sum) -> Optional[Tuple[Dict[Atom, float], float]]:
-    """Return the atoms with their exponents, and the coefficient, of a sum with one term; None for other sums."""
-    if len(value) != 1:
-        return None
-    ((factors, scale),) = value
-    return dict(factors), scale
-
-
 def as_atom(value: Sum) -> Atom:
     """Return the atom that a sum equals; None if it is anything else."""
-    found = as_product(value)
-    return next(iter(found[0])) if found is not None and found[1] == 1 and list(found[0].values()) == [1] else None
+    ((factors, scale), *more) = value or ((frozenset(), 0.0),)
+    ((found, exponent), *others) = factors or ((None, 1),)
+    return found if scale == exponent == 1 and not more and not others else None
 
 
 def plus(a: Sum, b: Sum, scale: float = 1.0) -> Sum:
@@ -88,43 +81,11 @@ def power(base: Sum, exponent: float) -> Sum:
         return number(scale**exponent)
     if exponent == int(exponent) and 0 < exponent <= 6:
         return functools.reduce(times, [base] * int(exponent))
-    if exponent == -1:
-        inverse = _sigmoid_in(base)
-        if inverse is not None:
-            return inverse
-    product = as_product(base)
-    if product is not None and exponent == int(exponent) and product[1] != 1:  # (2x)^-1
-        unscaled = frozenset({(frozenset(product[0].items()), 1.0)})
-        return times(number(product[1] ** exponent), atom(("pow", unscaled, exponent)))
     return atom(("pow", base, exponent))
 
 
 def sigmoid(value: Sum) -> Sum:
-    if _is_negative(value):  # 1 - sigmoid(-x)
-        return plus(number(1.0), sigmoid(times(number(-1.0), value)), -1.0)
     return atom(("sigmoid", value))
-
-
-def _sigmoid_in(base: Sum) -> Optional[Sum]:
-    """1 / (1 + exp(-x))"""
-    terms = dict(base)
-    exponentials = [factors for factors in terms if factors]
-    if len(terms) != 2 or terms.get(frozenset()) != 1 or len(exponentials) != 1 or terms[exponentials[0]] != 1:
-        return None
-    ((part, exponent),) = tuple(exponentials[0])[:1]
-    if len(exponentials[0]) != 1 or exponent != 1 or part[0] != "exp":
-        return None
-    return sigmoid(times(number(-1.0), part[1]))
-
-
-def _erf(x: Sum) -> Sum:
-    return times(number(-1.0), atom(("erf", times(number(-1.0), x)))) if _is_negative(x) else atom(("erf", x))
-
-
-def _is_negative(value: Sum) -> bool:
-    """True for one of ``x`` and ``-x``, chosen consistently, so that f(x) and f(-x) get canonical forms."""
-    terms = sorted(value, key=lambda term: (len(term[0]), sorted(exponent for _, exponent in term[0]), abs(term[1])))
-    return bool(terms) and terms[0][1] < 0
 
 
 def _sum(terms: Dict[Product, float]) -> Sum:
@@ -205,7 +166,7 @@ def _tanh(x: Sum) -> Sum:
 def _gelu(x: Sum, approximate: str) -> Sum:
     half = times(number(0.5), x)
     if approximate == "none":
-        return plus(half, times(half, _erf(times(number(math.sqrt(0.5)), x))))
+        return plus(half, times(half, atom(("erf", times(number(math.sqrt(0.5)), x)))))
     if approximate != "tanh":
         raise NotProved("an unknown gelu")
     inner = plus(x, times(number(0.044715), power(x, 3)))
@@ -225,23 +186,17 @@ def _clamp(x: Sum, low: Any, high: Any) -> Sum:
     return atom(("relu", x)) if (low, high) == (0.0, None) else atom(("clamp", x, low, high))
 
 
-def _softplus(x: Sum, beta: Any, threshold: Any) -> Sum:
-    if not all(type(each) in (int, float) for each in (beta, threshold)):
-        raise NotProved("a softplus with a parameter that is not a number")
-    return atom(("softplus", x, float(beta), float(threshold)))
-
-
 _EXPANDED: Dict[str, Callable[..., Sum]] = {
     "clamp": _clamp,
-    "erf": _erf,
-    "erfc": lambda x: plus(number(1.0), _erf(x), -1.0),
     "gelu": _gelu,
-    "mish": lambda x: times(x, _tanh(_softplus(x, 1.0, 20.0))),
     "sigmoid": sigmoid,
     "silu": lambda x: times(x, sigmoid(x)),
-    "softplus": _softplus,
     "tanh": _tanh,
 }
+
+
+_OF_FIRST = {"getitem", "item of", "chunk", "detach", "unsqueeze", "squeeze", "view", "reshape", "index_select"}
+_OF_FIRST |= {"transpose"}  # operations whose result has the dtype of their first argument
 
 
 def dtype_of(value: Any, own: Callable[[Node], bool]) -> Any:
@@ -258,23 +213,10 @@ def dtype_of(value: Any, own: Callable[[Node], bool]) -> Any:
         return OWN
     if value.op == "to":
         return _cast(dtype_of(value.args[0], own), value.args[1], own)
-    if value.op in (
-        "getitem",
-        "item of",
-        "chunk",
-        "detach",
-        "unsqueeze",
-        "squeeze",
-        "view",
-        "reshape",
-        "index_select",
-        "transpose",
-    ):
+    if value.op in _OF_FIRST:
         return dtype_of(value.args[0], own)
     if value.op == "loop":
         return dtype_of(value.args[1], own)
-    if value.op == "if":
-        return _wider(dtype_of(value.args[1], own), dtype_of(value.args[2], own))
     if value.op == "zeros_like":
         given = value.args[1]
         return dtype_of(value.args[0], own) if given is None else _cast(OWN, given, own)

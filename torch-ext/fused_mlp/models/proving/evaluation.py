@@ -59,8 +59,6 @@ class _Returned(NamedTuple):
     value: Value
 
 
-_CONTINUED = object()
-
 Leaf = Callable[[Held, Tuple[Value, ...]], Optional[Value]]
 
 
@@ -125,11 +123,11 @@ class Evaluation:
         return result.value if isinstance(result, _Returned) else None
 
     def _run(self, statements: List[ast.stmt], frame: _Frame) -> Any:
-        for place, statement in enumerate(statements):
+        for statement in statements:
             if isinstance(statement, ast.If):
                 said = self._truth(self._value(statement.test, frame), statement, undecided=True)
                 if type(said) is not bool:
-                    result = self._parted(said, statement, statements[place + 1 :], frame)
+                    result = self._skip(said, statement, frame)
                 else:
                     result = self._run(statement.body if said else statement.orelse, frame)
             elif isinstance(statement, ast.With):
@@ -138,8 +136,6 @@ class Evaluation:
                 if frame.turn is not None:
                     raise _unknown(statement, "a return in a loop")
                 return _Returned(None if statement.value is None else self._value(statement.value, frame))
-            elif isinstance(statement, ast.Continue) and frame.turn is not None:
-                return _CONTINUED
             else:
                 result = self._done(statement, frame)
             if result is not None:
@@ -167,21 +163,14 @@ class Evaluation:
         elif not isinstance(statement, ast.Pass):
             raise _unknown(statement)
 
-    def _parted(self, condition: Node, statement: ast.If, rest: List[ast.stmt], frame: _Frame) -> Any:
-        """Handle a condition on symbols that ends the iteration, or the call, early."""
-        (first, *more), other = statement.body, statement.orelse
-        if more or other or not isinstance(first, (ast.Continue, ast.Return)):
+    def _skip(self, condition: Node, statement: ast.If, frame: _Frame) -> None:
+        """Handle a condition on symbols that ends the iteration early."""
+        (first, *more), turn = statement.body, frame.turn
+        if more or statement.orelse or turn is None or not isinstance(first, ast.Continue):
             raise _unknown(statement, f"a condition on {ast.unparse(statement.test)}")
-        if isinstance(first, ast.Continue) and frame.turn is not None:
-            if frame.turn.added is not None:
-                raise _unknown(statement, "an iteration that ends early after its sum")
-            frame.turn.skips.append(condition)
-            return None
-        if isinstance(first, ast.Continue) or frame.turn is not None or first.value is None:
-            raise _unknown(statement)
-        early = self._value(first.value, frame)
-        result = self._run(rest, frame)
-        return _Returned(Node("if", (condition, early, result.value if isinstance(result, _Returned) else None)))
+        if turn.added is not None:
+            raise _unknown(statement, "an iteration that ends early after its sum")
+        turn.skips.append(condition)
 
     def _without_gradients(self, statement: ast.With, frame: _Frame) -> Any:
         for item in statement.items:
@@ -330,11 +319,8 @@ class Evaluation:
         if name in frame.names:
             return frame.names[name]
         code = function.__code__
-        if name in (*code.co_varnames, *code.co_cellvars):
-            raise _unknown(node, f"{name}, which may be unset or from another iteration")
-        if name in code.co_freevars:
-            cell = function.__closure__[code.co_freevars.index(name)]
-            return self._read(cell, "", "contents", node)
+        if name in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
+            raise _unknown(node, f"{name}, which may be unset, from another iteration or from another function")
         if name in function.__globals__:
             return self._read(function.__globals__, "", name, node)
         self._depends(function.__globals__, "", name, MISSING)

@@ -84,9 +84,6 @@ class Sizes:
         self._of.update({name: getattr(module, name).shape for name in module._modules.get("parametrizations", ())})
 
     def number(self, value: Any) -> Optional[int]:
-        if isinstance(value, Node) and value.op == "size" and value.args[1] == 0 and value.args[0].op == "parameter":
-            ((name,),) = value.args[0].args
-            return self._of[name][0]
         return value if type(value) is int else None
 
     def experts(self, name: str) -> int:
@@ -155,7 +152,7 @@ class _Body:
         hidden = next(_found(inner, "product"), None) if hidden is None else hidden
         if hidden is None:
             raise NotProved("no product of an expert's tokens and weights")
-        gated, hidden = hidden[0] == "half", hidden[1] if hidden[0] == "half" else _with_bias(inner, hidden)
+        gated, hidden = hidden[0] == "half", hidden[1] if hidden[0] == "half" else atom(hidden)
         form = _gated(inner, hidden) if gated else _ungated(inner, hidden)
         rows, up, up_transposed, up_bias = _product(hidden)
         if rows != atom("rows") or transposed != up_transposed:
@@ -190,7 +187,7 @@ class _Body:
         return frozenset(terms.items())
 
     def _leaf(self, node: Node, form: Form) -> Optional[Sum]:
-        if node.op in ("getitem", "index_select", "unsqueeze"):
+        if node.op in ("getitem", "unsqueeze"):
             return self._rows(node) or _half(node, form) or self._bias(node)
         if node.op == "item of":
             return _half(node, form)
@@ -202,8 +199,6 @@ class _Body:
 
     def _rows(self, node: Node) -> Optional[Sum]:
         """Match the tokens of the expert, or its weights for them."""
-        if node.op == "index_select" and node.args[:2] == (_X, 0) and self.slot(node.args[2]) == "token":
-            return atom("rows")
         if node.op == "unsqueeze":
             inner = _attached(node.args[0])
             is_share = node.args[1] in (-1, 1) and inner.op == "getitem"
@@ -212,8 +207,6 @@ class _Body:
             return None
         if node.args[0] == _X and len(node.args[1]) == 1 and self.slot(node.args[1][0]) == "token":
             return atom("rows")
-        if node.args[1] == (("slice", None, None, None), None) and node.args[0].op == "getitem":
-            return atom("share") if self._is_share(node.args[0], 2) else None
         return atom("share") if self._is_share(node, 3) else None
 
     def _is_share(self, node: Node, dims: int) -> bool:
@@ -236,31 +229,15 @@ class _Body:
 
     def _times_weight(self, node: Node, form: Form) -> Optional[Sum]:
         rows, weight, *biases = node.args
-        transposed = node.op == "matmul"
-        if transposed and isinstance(weight, Node) and weight.op == "transpose" and set(weight.args[1:]) in _SWAPPED:
-            weight, transposed = weight.args[0], False
         name = self._weight(weight)
         if name is None:
             raise NotProved("a product with something other than an expert's weights")
-        product = atom(("product", form(rows), name, transposed))
+        product = atom(("product", form(rows), name, node.op == "matmul"))
         return product if biases in ([], [None]) else algebra.plus(product, form(biases[0]))
 
 
-_SWAPPED = ({0, 1}, {-1, -2})
-
-
 def _leaf_of_sum(node: Node, form: Form) -> Optional[Sum]:
-    if node.op == "if":
-        return form(_behind_early_return(node))
     return atom(node) if node.op == "loop" else None
-
-
-def _behind_early_return(node: Node) -> Value:
-    """Return the result of a function after its early return of zeros for no tokens."""
-    condition, early, rest = node.args
-    if condition != Node("eq", (Node("numel", (_INDEX,)), 0)) or early.op != "zeros_like" or early.args[0] != _X:
-        raise NotProved("a condition on its input")
-    return rest
 
 
 def _attached(value: Any) -> Node:
@@ -324,12 +301,6 @@ def _found(value: Any, kind: str) -> Iterator[Any]:
                 if part[0] == kind:
                     yield part
                 yield from (each for inner in part[1:] if isinstance(inner, frozenset) for each in _found(inner, kind))
-
-
-def _with_bias(value: Sum, product: Any) -> Sum:
-    """Return a product plus the bias that occurs beside it in ``value``."""
-    name = next((name for _, name in _found(value, "bias")), None)
-    return atom(product) if name is None else algebra.plus(atom(product), atom(("bias", name)))
 
 
 def _product(value: Sum) -> Tuple[Sum, str, bool, Optional[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import CellType, FunctionType
+from types import FunctionType
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
 
 import torch
@@ -58,7 +58,7 @@ PLAIN = (bool, int, float, str, type(None), torch.dtype)
 class Dependency:
     """A value that was read and must stay the same for the proof to hold.
 
-    ``owner`` is the path of an object from the root, or a dictionary, a class, a function or a cell. ``part`` says what
+    ``owner`` is the path of an object from the root, or a dictionary, a class or a function. ``part`` says what
     was read of the object: an item of its dictionary if empty, or of ``_parameters``; the "type" of an item; its own
     "class"; or what a "call" of it does beyond its forward.
     """
@@ -134,11 +134,9 @@ class Proofs:
 
 
 def looked_up(owner: Any, name: str) -> Any:
-    """Return the entry of a dictionary, class, function or cell under a name, without running a descriptor."""
+    """Return the entry of a dictionary, class or function under a name, without running a descriptor."""
     if isinstance(owner, dict):
         return owner.get(name, MISSING)
-    if isinstance(owner, CellType):
-        return owner.cell_contents if owner != CellType() else MISSING
     if isinstance(owner, type):
         return next((vars(base)[name] for base in owner.__mro__ if name in vars(base)), MISSING)
     return getattr(owner, name)  # a function's code and defaults

@@ -90,9 +90,7 @@ def is_reached(node: ast.expr, holder: ast.AST, may_call: MayCall) -> bool:
 
 
 def is_plain(node: ast.expr) -> bool:
-    """True for a name, an attribute or a number, which may be evaluated at any time and any number of times."""
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return isinstance(node.operand, ast.Constant)
+    """True for a name, an attribute or a constant, which may be evaluated at any time and any number of times."""
     return isinstance(node, (ast.Constant, ast.Name, ast.Attribute))
 
 

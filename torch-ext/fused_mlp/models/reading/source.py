@@ -124,8 +124,6 @@ def value_of(node: ast.expr, function: FunctionType, first: Any) -> Any:
     """Return the value of a name or an attribute in a function, given its first argument; None if it is unknown."""
     if isinstance(node, ast.Constant):
         return node.value
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
-        return -node.operand.value
     if isinstance(node, ast.Attribute):
         owner = value_of(node.value, function, first)
         if is_module(owner):

@@ -129,7 +129,8 @@ def is_fused(function: Any) -> bool:
 
 def memory_of(function: FunctionType) -> str:
     """Return the ``memory`` setting of a fused method: the values that training keeps."""
-    return "recompute" if function is sequences.sequential_recomputed else getattr(function, _MEMORY, "activations")
+    is_sequential = function is sequences.SEQUENTIAL["recompute"]
+    return "recompute" if is_sequential else getattr(function, _MEMORY, "activations")
 
 
 def source_of(function: FunctionType) -> FunctionType:
@@ -163,17 +164,8 @@ def _mlps_of(match: AnyMatch, function: FunctionType, module: nn.Module) -> List
     return _mlps_in_turn({f"{path}.{k}": part for k, part in enumerate(parts)})
 
 
-def first_modules_in(function: FunctionType, module: nn.Module) -> List[Any]:
-    """Return the first modules of the split MLPs in a fused method of a module."""
-    return _modules_in("first", function, module)
-
-
-def second_modules_in(function: FunctionType, module: nn.Module) -> List[Any]:
-    """Return the second modules of the split MLPs in a fused method of a module."""
-    return _modules_in("second", function, module)
-
-
-def _modules_in(segment: str, function: FunctionType, module: nn.Module) -> List[Any]:
+def modules_in(segment: str, function: FunctionType, module: nn.Module) -> List[Any]:
+    """Return the "first" or the "second" modules of the split MLPs in a fused method of a module."""
     nodes = [getattr(match, segment) for match in getattr(function, _MATCHES, ()) if isinstance(match, SplitMLP)]
     return [part for node in nodes for part in values_of(node, source_of(function), module).values()]
 

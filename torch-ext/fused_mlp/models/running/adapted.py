@@ -6,7 +6,6 @@ a large layer whose widths are not multiples of 8.
 
 from __future__ import annotations
 
-import functools
 from types import FunctionType
 from typing import Dict, Optional, Union
 
@@ -45,7 +44,6 @@ def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
     return {"forward": method}
 
 
-@functools.cache
 def _fused_method(method: FunctionType) -> FunctionType:
     return switching.fused_forward(KIND, method, _product, traced.run if method is nn.Linear.forward else None)
 

@@ -5,7 +5,6 @@ This covers norms whose class spells them out in several torch operations; torch
 
 from __future__ import annotations
 
-import functools
 from types import FunctionType
 from typing import Any, Dict, Optional
 
@@ -25,7 +24,7 @@ def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
     if not takes(module):
         return {}
     kind = type(module)
-    method = _fused_method(kind.forward)
+    method = switching.fused_forward(KIND, kind.forward, called)
     shortcut.know_kernel(kind, method)
     return {"forward": method}
 
@@ -36,11 +35,6 @@ def takes(module: nn.Module) -> bool:
     if shortcut.plain is None or (kind not in norms.known and norms.code_of(module) is None):
         return False
     return not norms.known[kind].of_torch and norms.known[kind].code != norms.SCALE
-
-
-@functools.cache
-def _fused_method(method: FunctionType) -> FunctionType:
-    return switching.fused_forward(KIND, method, called)
 
 
 def called(norm: nn.Module, x: Any) -> Optional[Tensor]:

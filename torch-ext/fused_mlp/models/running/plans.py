@@ -23,33 +23,23 @@ class Plan(NamedTuple):
     """
 
     pattern: Optional[Pattern]
-    projections: Tuple[Part, ...]
-    act: Part
-    between: Tuple[Part, ...]
-    module: Part
-    behind: Tuple[Part, ...]
-    first: Part
-    last: Part
-    wide: bool
-    modulation_wide: bool
-    names: Tuple[str, ...]
+    projections: Tuple[Part, ...] = ()
+    act: Part = None
+    between: Tuple[Part, ...] = ()
+    module: Part = None
+    behind: Tuple[Part, ...] = ()
+    first: Part = None
+    last: Part = None
+    wide: bool = False
+    modulation_wide: bool = False
+    names: Tuple[str, ...] = ()
 
 
-def made(
-    pattern: Optional[Pattern],
-    projections: Tuple[Part, ...] = (),
-    act: Part = None,
-    between: Tuple[Part, ...] = (),
-    module: Part = None,
-    behind: Tuple[Part, ...] = (),
-    first: Part = None,
-    last: Part = None,
-    wide: bool = False,
-    modulation_wide: bool = False,
-) -> Plan:
-    parts = (*projections, act, *between, module, *behind, first, last)
-    names = tuple(dict.fromkeys(part for part in parts if isinstance(part, str)))
-    return Plan(pattern, projections, act, between, module, behind, first, last, wide, modulation_wide, names)
+def made(*fields: Any, **named: Any) -> Plan:
+    """Return the plan with these fields; its names follow from them."""
+    plan = Plan(*fields, **named)
+    parts = (*plan.projections, plan.act, *plan.between, plan.module, *plan.behind, plan.first, plan.last)
+    return plan._replace(names=tuple(dict.fromkeys(part for part in parts if isinstance(part, str))))
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from types import FunctionType
 from typing import Dict, Iterable, Iterator, NamedTuple, Optional, Tuple
 
 from torch import Tensor, nn
@@ -22,34 +23,26 @@ from ..reading.attributes import as_written, written
 from . import shortcut, split_mlps
 from .forwards import LINEAR, PLAIN
 
-
-def sequential(self: nn.Sequential, input: Tensor) -> Tensor:
-    """The forward of ``nn.Sequential`` with the MLPs among its parts fused."""
-    return _sequential(self, input, PLAIN)
-
-
-def sequential_recomputed(self: nn.Sequential, input: Tensor) -> Tensor:
-    """Like :func:`sequential`, but saves less for the backward."""
-    return _sequential(self, input, _RECOMPUTED)
-
-
 _RECOMPUTED = replace(PLAIN, memory=training.RECOMPUTED)
 
 
-def _sequential(self: nn.Sequential, input: Tensor, plain: Pattern) -> Tensor:
-    if traced.is_traced():
-        return traced.run(plain.memory, "forward", nn.Sequential.forward, _instead_of_sequential, self, input)
-    instead = _instead_of_sequential(self)
-    if instead is not None:
-        return instead(self, input)
-    runs_as_written = (
-        plain.memory == training.KEPT
-        and shortcut.plain is not None
-        and shortcut.plain.runs_as_written(input, self, False)
-    )
-    if runs_as_written:
-        return nn.Sequential.forward(self, input)
-    return _in_turn(tuple(self), input, plain)
+def _sequential(plain: Pattern) -> FunctionType:
+    """Return the forward of ``nn.Sequential`` with the MLPs among its parts fused."""
+    asks = shortcut.plain is not None and plain.memory == training.KEPT
+
+    def forward(self: nn.Sequential, input: Tensor) -> Tensor:
+        if traced.is_traced():
+            return traced.run(plain.memory, "forward", nn.Sequential.forward, _instead_of_sequential, self, input)
+        instead = _instead_of_sequential(self)
+        if instead is not None:
+            return instead(self, input)
+        if asks and shortcut.plain.runs_as_written(input, self, False):
+            return nn.Sequential.forward(self, input)
+        return _in_turn(tuple(self), input, plain)
+
+    forward.__wrapped__ = nn.Sequential.forward  # torch.jit.script compiles this
+    written[forward] = as_written("forward", nn.Sequential.forward)
+    return forward
 
 
 def in_turn(memory: str, modules: Iterable[nn.Module], x: Tensor) -> Tensor:
@@ -197,9 +190,5 @@ def _behind_passing(parts: Tuple[nn.Module, ...], index: int) -> int:
     return index
 
 
-SEQUENTIAL = {"activations": sequential, "recompute": sequential_recomputed}  # by the values that training saves
-for _forward in SEQUENTIAL.values():
-    _forward.__name__ = "forward"  # bound methods are pickled by this name
-    _forward.__wrapped__ = nn.Sequential.forward  # torch.jit.script compiles this
-    written[_forward] = as_written("forward", nn.Sequential.forward)
+SEQUENTIAL = {plain.memory: _sequential(plain) for plain in (PLAIN, _RECOMPUTED)}  # by the values that training saves
 _instead_of_sequential = switching.instead_of(as_written("forward", nn.Sequential.forward))

@@ -53,7 +53,7 @@ def within(module: nn.Module) -> Tuple[nn.Module, ...]:
 
 def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
     """Return the method to install in a block; empty for anything else."""
-    return {"forward": _fused_method(class_of(module).forward)} if is_mixture(module) else {}
+    return {"forward": switching.fused_forward(KIND, class_of(module).forward, _output)} if is_mixture(module) else {}
 
 
 KIND = "mixture of Llama 4"
@@ -72,11 +72,6 @@ def digest(module: nn.Module) -> Optional[str]:
     if any(part is None for part in parts):
         return None
     return digests.digest(code for part in parts for code in digests.codes_of(class_of(part), ("forward",)))
-
-
-@functools.cache
-def _fused_method(method: FunctionType) -> FunctionType:
-    return switching.fused_forward(KIND, method, _output)
 
 
 def _output(module: nn.Module, x: Any) -> Optional[Tuple[Tensor, Tensor]]:
