@@ -54,9 +54,9 @@ def nearness(kind):
     """The tolerance of models with adapters; on a GPU both round gradients to 16 bit, in different places.
 
     On an H200, over 54 draws of these models, the two differed by up to 0.116 of a tensor's largest value, and once by
-    0.173; against the decoded weights in float64 the error of both was up to 0.14, ours 0.3 to 2.7 times the other's. On a CPU, results of
-    bitsandbytes' int8, which rounds x, differed by up to 0.065 in 863 draws, and by more than its tolerance of 0.04 in
-    4.
+    0.173; against the decoded weights in float64 the error of both was up to 0.14, ours 0.3 to 2.7 times the other's.
+    On a CPU, results of bitsandbytes' int8, which rounds x, differed by up to 0.065 in 863 draws, and by more than its
+    tolerance of 0.04 in 4.
     """
     return (2 if ON_CPU else 4) * tolerance(kind)
 
