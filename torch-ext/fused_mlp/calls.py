@@ -36,7 +36,8 @@ _tracing_state = torch._C._get_tracing_state
 
 def act_and_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     given = (gate, up)
-    if is_plainly_recorded("act_and_mul", given) is False and operands.are_row_major(*given):
+    is_plain = gate is not None and up is not None and is_plainly_recorded("act_and_mul", given) is False
+    if is_plain and operands.are_row_major(*given):
         result = _by_op("act_and_mul", given, activation.code)
         if result is not None:
             return result
