@@ -4,8 +4,8 @@ With torch's GEMMs, weights have scales for blocks of 128 x 128 or for rows. Com
 values to FP8, in groups of 128 or by row; the second also applies the activation. Gate and up are one GEMM. CPUs have
 no such GEMMs, so weights are decoded there.
 
-The products of transformers' FP8Linear are Triton kernels from the Hub, and those of its CompressedTensorsFP8Linear and
-of torchao's Float8Tensor are torch's. All three round x in each layer.
+The products of transformers' FP8Linear are Triton kernels from the Hub (DeepGEMM is switched off). Those of its
+CompressedTensorsFP8Linear and of torchao's Float8Tensor are torch's. All three round x in each layer.
 """
 
 import importlib

@@ -1,6 +1,7 @@
 """Functions with quantised weights, against float64 over the decoded weights, and bitsandbytes' own results."""
 
 import functools
+import importlib
 import random
 import sys
 
@@ -386,6 +387,13 @@ def test_operations_are_counted(fused_mlp, device):
         with FlopCounterMode(display=False) as counter:
             fused_mlp.gated_mlp(given, *weights)
         assert counter.get_total_flops() == 3 * 2 * 9 * 64 * 96
+
+
+def test_torchs_product_is_named(fused_mlp):
+    plans = importlib.import_module(f"{fused_mlp.__name__}.backends.plans")
+    record = '[{"implementation": "quantized", "kernel": "scaled_mm", "block_m": 0, "split_k": 0}]'
+    (part,) = plans.parsed(record, ("layer",))
+    assert "torch's GEMM" in str(part) and "tiles" not in str(part)
 
 
 def test_explained(fused_mlp, device):

@@ -73,7 +73,7 @@ def of_torchao(config, **options):
     return quantized
 
 
-def of_dynamic(granularity):
+def of_dynamic(granularity, **limits):
     """A layer whose x torchao rounds to FP8; ``quantize_`` makes none on a CPU."""
 
     def quantized(source):
@@ -81,7 +81,7 @@ def of_dynamic(granularity):
         tensors = importlib.import_module("torchao.quantization.quantize_.workflows.float8.float8_tensor")
         config = importlib.import_module("torchao.float8.inference").Float8MMConfig(use_fast_accum=True)
         kind = getattr(torchao, granularity)()
-        rounding = tensors.QuantizeTensorToFloat8Kwargs(granularity=kind)
+        rounding = tensors.QuantizeTensorToFloat8Kwargs(granularity=kind, **limits)
         made, weight = copy.deepcopy(source), source.weight.detach()
         options = {"granularity": kind, "mm_config": config, "act_quant_kwargs": rounding}
         made.weight = nn.Parameter(tensors.Float8Tensor.from_hp(weight, **options), requires_grad=False)
@@ -320,6 +320,19 @@ def test_dynamic_rounding_is_left(fused_mlp, device, ops):
     fused_mlp.fuse_mlps(fused)
     assert_close(run(fused, inputs), run(model, inputs), tolerance("bitsandbytes"))
     assert len(ops) == MLPS - 1
+
+
+@pytest.mark.parametrize("limits", [{}, {"hp_value_ub": 2.0}, {"hp_value_lb": 1e-3}], ids=str)
+def test_limits_of_x_are_left(fused_mlp, device, ops, limits):
+    """torchao's layers may limit x before they round it, which no kernel does."""
+    model, inputs = build(fused_mlp, device, "torchao fp8")
+    mlp = model.model.layers[0].mlp
+    layer = nn.Linear(64, 256, bias=False, device=device, dtype=model.dtype)
+    mlp.gate_proj = of_dynamic("PerRow", **limits)(layer).requires_grad_(False)
+    fused = copy.deepcopy(model)
+    fused_mlp.fuse_mlps(fused)
+    assert_close(run(fused, inputs), run(model, inputs), tolerance("torchao fp8 in rows"))
+    assert len(ops) == MLPS - bool(limits)
 
 
 @pytest.mark.parametrize(

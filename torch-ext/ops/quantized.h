@@ -17,7 +17,8 @@ namespace fused_mlp {
 //
 // FP8, int8 and int4: data is e4m3; int8; or bytes in which element i of a row, whose k is even, is the low half of
 // byte i / 2 if i is even, and otherwise the high half. Scales are float32, one for each block of block_rows x block
-// elements, row by row; those of int8 are divided by nested_block. The last bits of an int4 scale are not part of it,
+// elements, row by row; those of int8 are divided by nested_block, which for FP8 says if products of rounded x may sum
+// with fewer bits (kFastSums). The last bits of an int4 scale are not part of it,
 // but are the zero point of the block, 0 to 16, which is subtracted from the elements' bits.
 //
 // Int4 in tiles: data is int32 [n / 8][nested_block / 128][32][4], with n rounded up; nested_block is k with the

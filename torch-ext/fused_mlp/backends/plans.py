@@ -71,6 +71,8 @@ class Part:
         if self.implementation == "quantized" and self.kernel == "scaled":
             split = f", split-k {self.split_k}" if self.split_k > 1 else ""
             return f"read packed: x rounded to FP8, FP8 GEMM in tiles of {self.block_m} rows{split}"
+        if self.implementation == "quantized" and self.kernel == "scaled_mm":
+            return "read packed: rows of x rounded to FP8, torch's GEMM of scaled rows"
         if self.implementation == "quantized" and self.kernel == "amx":
             return "read packed: weights decoded on the fly for AMX tiles"
         if self.implementation == "quantized" and self.kernel in _VECTORS:
