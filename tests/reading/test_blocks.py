@@ -257,7 +257,7 @@ def test_a_layer_norm_that_casts_its_result(fused_mlp, device, blocks, dtype):
     blocks.clear()
     x = x_of(device).to(dtype)
     with torch.no_grad():
-        assert_close(fused(x), module(x))
+        assert_close(fused(x), module(x), 1e-4 if dtype == torch.float32 else 1e-2)
     assert blocks == [KINDS[InFront]]
 
 
