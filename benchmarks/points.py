@@ -36,6 +36,8 @@ TIMES = {
     "graph_us": "in graphs",
     "wall_us": "wall us",
     "thread_us": "us of a thread",
+    "forward_us": "host, forward",
+    "backward_us": "host, backward",
     "saved": "saved MiB",
     "peak": "peak MiB",
 }

@@ -3,6 +3,7 @@
     python benchmarks/training/training.py                     all points of this machine's list, in 8 minutes at most
     python benchmarks/training/training.py --shapes 1024,1024,4096 --models --providers eager compile ours
     python benchmarks/training/training.py --steps llama-1b    whole steps by width, with Liger and torch.compile
+    python benchmarks/training/training.py --blocks            norm, MLP and sum, with the host's time of each block
     python benchmarks/training/training.py --from build/training.json  show the results of such a run; measure nothing
 
 All providers of a point run interleaved in one process and are compared by medians: over turns of many steps for the
@@ -24,6 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import points
 import torch
+import training_blocks
 import training_models
 import training_steps
 from points import DEVICE, Clock, alike, timed, words
@@ -143,6 +145,8 @@ def at_most(seconds: float) -> Iterator[None]:
 def of_point(dtype: str, point: tuple | str, fused_mlp, clock: Clock, given) -> dict:
     made = getattr(torch, dtype)
     take_turns = partial(timed, clock=clock, given=given)
+    if given.blocks:
+        return training_blocks.figures(point, made, fused_mlp, training_blocks.VARIANTS, take_turns)
     if given.steps:
         return training_steps.figures(point, made, fused_mlp, given.copies, given.variants, take_turns)
     if isinstance(point, str):
@@ -158,7 +162,7 @@ def label(dtype: str, point: tuple | str) -> dict:
 def run(given) -> dict:
     shapes = SHAPES[DEVICE] if given.shapes is None else given.shapes
     found = {"machine": measure.machine(), "activation": given.activation, "results": []}
-    of_dtype = given.steps or (*shapes[:4], *given.models, *shapes[4:])
+    of_dtype = given.blocks or given.steps or (*shapes[:4], *given.models, *shapes[4:])
     todo = [(dtype, point) for dtype in given.dtypes for point in of_dtype]
     clock = Clock(given.minutes, len(todo))
     measured = partial(of_point, fused_mlp=points.package(), clock=clock, given=given)
@@ -177,6 +181,7 @@ def main():
         "--models", nargs="*", choices=training_models.MODELS, default=list(training_models.MODELS), help="whole steps"
     )
     parser.add_argument("--steps", nargs="*", choices=training_steps.STEPS, help="whole steps by width, and no others")
+    parser.add_argument("--blocks", action="store_true", help="blocks of norm, MLP and sum, and nothing else")
     parser.add_argument("--variants", nargs="+", choices=training_steps.VARIANTS, default=training_steps.VARIANTS)
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(DEFAULT))
     parser.add_argument("--activation", choices=ACTIVATIONS, default="silu")
@@ -184,6 +189,7 @@ def main():
     parser.add_argument("--copies", type=int, default=2, help="fresh instances of a model's variants")
     given = parser.parse_args()
     given.steps = list(training_steps.STEPS) if given.steps == [] else given.steps
+    given.blocks = training_blocks.SHAPES[DEVICE] if given.blocks else []
     points.print_table(points.found_by(run, given), "forward and backward", title)
 
 

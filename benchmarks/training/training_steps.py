@@ -1,13 +1,14 @@
 """Whole steps of models by width, with Liger's modules and torch.compile as peers, for `training.py --steps`."""
 
 from collections.abc import Callable
+from types import MethodType
 
 import torch
 import transformers
 from torch import nn
 from training_models import DEVICE, ON_GPU, Step, built, of_variants
 
-VARIANTS = ("eager", "ours", "liger-swiglu", "liger", "compile", "compile-ours")
+VARIANTS = ("eager", "ours", "liger-swiglu", "liger", "liger-loss", "compile", "compile-ours")
 _SMALL = {"hidden_size": 256, "intermediate_size": 896, "num_hidden_layers": 2, "vocab_size": 512}
 
 
@@ -65,9 +66,12 @@ class BatchStep(Step):
         return self.run(**self.batch).loss
 
 
-def with_liger(model: nn.Module, norms: bool) -> nn.Module:
-    """Replaces a Llama's MLPs, and optionally its norms, by Liger's modules with the same weights."""
+def with_liger(model: nn.Module, norms: bool, loss: bool) -> nn.Module:
+    """Replaces a Llama's MLPs, and optionally its norms, by Liger's modules with the same weights; and, optionally, its
+    forward by the one that fuses the vocabulary's product with the loss.
+    """
     from liger_kernel.transformers import LigerRMSNorm, LigerSwiGLUMLP
+    from liger_kernel.transformers.model.llama import lce_forward
 
     changed = 0
     for module in list(model.modules()):
@@ -85,6 +89,8 @@ def with_liger(model: nn.Module, norms: bool) -> nn.Module:
             changed += 1
     if changed == 0:
         raise RuntimeError("no modules of Llama")
+    if loss:
+        model.forward = MethodType(lce_forward, model)
     return model
 
 
@@ -104,7 +110,7 @@ def figures(
         torch.manual_seed(0)
         batch = make_batch(model, *sizes)
         if "liger" in variant:
-            with_liger(model, norms=variant == "liger")
+            with_liger(model, norms=variant != "liger-swiglu", loss=variant == "liger-loss")
         if "ours" in variant and not fused_mlp.fuse_mlps(model).fused:
             raise RuntimeError(f"nothing was fused in {name}")
         return BatchStep(model, batch, torch.compile(model) if "compile" in variant else model)
