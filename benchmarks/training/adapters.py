@@ -6,12 +6,12 @@
     python benchmarks/training/adapters.py --from build/adapters.json  show the results of such a run; measure nothing
 
 Base weights are frozen, in bfloat16. Adapters are in bfloat16, or in float32 under autocast, which is PEFT's default;
-in cases with dropout they are in bfloat16. `eager` and `compile` run PEFT's formula; `ours-base` is this package
-without the adapters. `gemms` are only the GEMMs of the base, gate and up as one: four for a forward and a backward, two
-for a forward. A step is that of a Llama with PEFT adapters on all linear layers, with AdamW; fresh instances of each
-variant run interleaved. The experts of a mixture have adapters on both weights: as PEFT computes them, fused, and
-without any in `ours-base`. Times, "saved" and "peak" are defined as in training.py; on a GPU, inference of MLPs runs in
-CUDA graphs. Writes <out>.json and <out>.svg, and prints a table.
+in cases with dropout they are in bfloat16. `eager` and `compile` run PEFT's formula, `unsloth` Unsloth's kernels if
+they can be imported; `ours-base` is this package without the adapters. `gemms` are only the GEMMs of the base, gate and
+up as one: four for a forward and a backward, two for a forward. A step is that of a Llama with PEFT adapters on all
+linear layers, with AdamW; fresh instances of each variant run interleaved. The experts of a mixture have adapters on
+both weights: as PEFT computes them, fused, and without any in `ours-base`. Times, "saved" and "peak" are defined as in
+training.py; on a GPU, inference of MLPs runs in CUDA graphs. Writes <out>.json and <out>.svg, and prints a table.
 """
 
 import copy
@@ -36,7 +36,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 import measure
 
 PARTS = ("mlp", "inference", "step", "experts", "experts in inference")
-PROVIDERS = ("eager", "ours", "ours-recompute", "ours-base", "gemms", "compile")
+PROVIDERS = ("eager", "ours", "ours-recompute", "ours-base", "gemms", "unsloth", "compile")
 WITHOUT = ("ours-base", "gemms")  # they have no adapters, so their results differ
 PLAIN, WIDE = Adapters(), Adapters(torch.float32)
 TRAINED = (PLAIN, WIDE, Adapters(dropout=0.05))

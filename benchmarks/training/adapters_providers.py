@@ -66,11 +66,22 @@ class GatedMLP:
             "ours": ours("activations", named),
             "ours-recompute": ours("recompute", named),
             "ours-base": ours("activations", {}),
+            "unsloth": self.by_unsloth,
         }
 
     def by_formula(self, x: Tensor) -> Tensor:
         hidden = F.silu(self.layer(0, x)) * self.layer(1, x)
         return self.layer(2, hidden)
+
+    def by_unsloth(self, x: Tensor) -> Tensor:
+        """Unsloth's node. By default it writes the gradient of x over x, which these turns use again."""
+        from unsloth.kernels.fast_lora import LoRA_MLP
+        from unsloth.kernels.swiglu import swiglu_DWf_DW_dfg_kernel, swiglu_fg_kernel
+
+        given = zip(self.weights, self.adapters, strict=True)
+        operands = [each for weight, (a, b) in given for each in (weight, None, a, b, SCALING)]
+        dropout = 3 * (self.dropout,) if self.dropout else None
+        return LoRA_MLP.apply(x[None], *operands, swiglu_fg_kernel, swiglu_DWf_DW_dfg_kernel, False, dropout)[0]
 
     def layer(self, place: int, x: Tensor) -> Tensor:
         """PEFT's formula; the result has the dtype of the base's product."""
