@@ -189,6 +189,8 @@ def main():
     parser.add_argument("--copies", type=int, default=2, help="fresh instances of a model's variants")
     given = parser.parse_args()
     given.steps = list(training_steps.STEPS) if given.steps == [] else given.steps
+    if given.steps:
+        given.seconds = max(given.seconds, 0.5)  # the clock of the variant before lasts longer than a few steps
     given.blocks = training_blocks.SHAPES[DEVICE] if given.blocks else []
     points.print_table(points.found_by(run, given), "forward and backward", title)
 
