@@ -1,14 +1,19 @@
 """torch.compile, autocast, export, and torch's own checks of the ops."""
 
+import copy
 import importlib
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch._inductor import config as inductor
 
 import machine
 import reference
+from modules import Gated
 from reference import FUNCTIONS, assert_no_worse_than_eager, operands
+from safety import assert_close, fuse
 
 functions = pytest.mark.parametrize("function", FUNCTIONS)
 
@@ -81,6 +86,35 @@ def test_inductor(fused_mlp, device, implementation, function, dtype, training):
     )
     for one, eager, exact in zip(got, of_eager, of_exact, strict=True):
         assert_no_worse_than_eager(one, eager, exact, roundings=16)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
+def test_modes_of_the_compiler_in_training(fused_mlp, device, mode, autocast):
+    """Whole graphs, in CUDA graphs too, with the ops of both directions in them, and then with dynamic shapes."""
+    if device.type == "cpu":
+        pytest.skip("no GPU: the modes are about CUDA graphs and GEMMs of a GPU")
+    model = nn.Sequential(*(Gated(sizes=(256, 512, 256)) for _ in range(2))).to(device)
+    model = model if autocast else model.bfloat16()
+    fused = fuse(fused_mlp, "fuse_mlps", copy.deepcopy(model))
+    compiled = torch.compile(fused, fullgraph=True, mode=mode)
+
+    def step(each, x):
+        torch.compiler.cudagraph_mark_step_begin()
+        each.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            loss = each(x).float().square().mean()
+        loss.backward()
+        return [loss.detach().clone(), *(parameter.grad.clone() for parameter in model_of[each].parameters())]
+
+    model_of = {model: model, compiled: fused}
+    only_torch = inductor.patch(max_autotune_gemm_backends="ATEN")  # Triton's GEMMs take minutes to tune
+    with torch.profiler.profile() as profile, only_torch:
+        for rows in (512, 512, 512, 640):
+            x = torch.randn(rows, 256, device=device, dtype=next(model.parameters()).dtype)
+            assert_close(step(compiled, x), step(model, x), tolerance=3e-2)
+    called = {event.key for event in profile.key_averages() if "fused_mlp" in event.key}
+    assert any("forward" in name for name in called) and any("backward" in name for name in called), called
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
