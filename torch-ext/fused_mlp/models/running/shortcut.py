@@ -159,6 +159,7 @@ _settings = {
         torch.is_autocast_enabled,
         torch.get_autocast_dtype,
         native.DEVICE_TYPE,
+        forms.may_be_widened if native.DEVICE_TYPE == "cuda" else None,
     ),
     "composed": _composed,
     "is_transformed": torch._C._are_functorch_transforms_active,
@@ -236,6 +237,8 @@ def fused(plan: Plan, module: Optional[nn.Module], x: Tensor, operands: Tuple[An
 
 def _by_python(plan: Plan, module: Optional[nn.Module], x: Tensor, operands: Tuple[Any, ...]) -> Optional[Tensor]:
     projections, act, between = (part_of(module, part, operands) for part in (plan.projections, plan.act, plan.between))
+    if not plan.pattern.whole and forms.is_widened(act, x):
+        return None
     return forwards.fused(plan.pattern, x, projections, forms.row_of(act), between)
 
 
