@@ -446,10 +446,11 @@ Answer py_runs_as_written(PyObject* given) {
   if (std::exchange(left_last, nullptr) == of[1] || was_left(of[1], Py_None, of[0])) return kYes;
   if (PyErr_Occurred()) return is_answer() ? kNo : kError;
   const PastModes modes;
+  if (modes.said() != kYes) return modes.said() == kError && !is_answer() ? kError : kNo;
   const AsRecorded as_recorded(state_of(of[1]));
   PyObject* const first = PyUnicode_Check(of[2]) ? of[2] : nullptr;
   const bool gated = first != nullptr || of[2] == Py_True;
-  const Answer left = modes.said() == kYes ? runs_as_written(of[0], of[1], gated, first) : modes.said();
+  const Answer left = runs_as_written(of[0], of[1], gated, first);
   return left == kError && is_answer() ? kNo : left;
 }
 
@@ -503,8 +504,8 @@ PyObject* py_fused(PyObject* given) {
   PyObject* of[4];  // plan, module, x, operands
   if (!unpack(given, "toot", of)) return nullptr;
   const PastModes modes;
-  const AsRecorded as_recorded(state_of_first(of[1], of[3]));
   if (modes.said() != kYes) return nullptr;
+  const AsRecorded as_recorded(state_of_first(of[1], of[3]));
   const Answer other = is_of_other_dtype(of[2]);
   if (other != kNo) return other == kYes ? PyBool_FromLong(false) : nullptr;  // Python would find the same
   PyObject* const plan = of[0];
