@@ -188,6 +188,7 @@ _settings = {
         (nn.Dropout, "forward", refusals.unpatched(nn.Dropout, "forward", nn.modules.dropout)),
         (F, "dropout", _DROPOUT),
         (nn.Identity, "forward", refusals.unpatched(nn.Identity, "forward", nn.modules.linear)),
+        *refusals._CODES,
     ),
     "exchange": None if _is_profiled is None else getattr(Tensor, "__dlpack_c_exchange_api__", None),
     "is_negated": Tensor.is_neg,
@@ -439,7 +440,7 @@ def learn_layers(projections: Iterable[nn.Module]) -> None:
         if kind not in _linears and refusals.is_other_linear(projection) and refusals.is_as_written(kind):
             addmm = torch, "addmm", _originals[torch, "addmm"]  # called by Conv1D
             unchanged = (kind, "__call__", _CALL), (kind, "forward", kind.forward), addmm
-            _linears[kind] = Guards(unchanged), refusals.is_transposed(kind)
+            _linears[kind] = Guards((*unchanged, *refusals.codes_of(kind.forward))), refusals.is_transposed(kind)
 
 
 def learn(act: Act) -> None:
