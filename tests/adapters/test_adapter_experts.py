@@ -443,6 +443,22 @@ def test_states(fused_mlp, device, calls):
             assert len(calls) == (2 * LAYERS if runs and takes() else 0)
 
 
+def test_arguments_by_name(fused_mlp, device, calls):
+    """A wrapper's arguments have the names that PEFT and the experts give them."""
+    model, fused, _ = pair(fused_mlp, device)
+    x, index = torch.randn(5, 32, device=device), torch.randint(4, (5, 2), device=device)
+    routing = {"top_k_weights": torch.rand(5, 2, device=device), "top_k_index": index}
+    wrappers = [
+        next(part for part in each.modules() if type(part).__name__ == "ParamWrapper") for each in (fused, model)
+    ]
+    with torch.no_grad():
+        for given in ((x,), ()):
+            calls.clear()
+            named = routing if given else {**routing, "x": x}
+            assert_close(*(wrapper(*given, **named) for wrapper in wrappers))
+            assert len(calls) == takes()
+
+
 def test_disabled_while_merged(fused_mlp, device):
     """PEFT removes a merged, disabled adapter from the weights at the next call."""
     model, fused, ids = pair(fused_mlp, device)

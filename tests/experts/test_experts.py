@@ -171,6 +171,9 @@ WRONG = [
     ({"gate_up_weight": None, "transposed": True}, TypeError, "gate_up_weight must be a tensor, got NoneType"),
     ({"top_k_index": [0], "transposed": True}, TypeError, "top_k_index must be a tensor, got list"),
     ({"transposed": True}, ValueError, r"gate_up_weight must be \[experts, in, out\]"),
+    ({"gated": 1}, TypeError, "gated must be True or False, got int"),
+    ({"interleaved": "no"}, TypeError, "interleaved must be True or False, got str"),
+    ({"transposed": torch.ones(2)}, TypeError, "transposed must be True or False, got Tensor"),
     ({"activation": "nothing"}, ValueError, "activation must be .* got 'nothing'"),
 ]
 

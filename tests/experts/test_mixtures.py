@@ -384,6 +384,37 @@ def test_loops_of_other_classes(fused_mlp, device):
         assert type(fused) is kind
 
 
+@pytest.mark.parametrize("make", [Loop, lambda: made(Base)], ids=["a loop", "the interface"])
+def test_arguments_by_name(fused_mlp, device, monkeypatch, make):
+    """Experts are fused however their arguments are given; a call that lacks one, or has others, fails as before."""
+    module, given = make().to(device).eval(), routed(device)
+    mixtures, taken = sys.modules[f"{fused_mlp.__name__}.models.experts.mixtures"], []
+
+    def spy(owner, name):
+        compute = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given: (taken.append(compute(*given)), taken[-1])[1])
+
+    spy(mixtures, "_fused")
+    spy(mixtures.cached, "output")
+    names = ("x", "chosen", "shares") if make is Loop else ("hidden_states", "top_k_index", "top_k_weights")
+    named = dict(zip(names, given, strict=True))
+    with torch.no_grad():
+        expected = module(*given)
+        for count in range(4):
+            fused = copy.deepcopy(module)
+            fused_mlp.fuse_mlps(fused)
+            taken.clear()
+            assert_alike(fused(*given[:count], **{name: named[name] for name in reversed(names[count:])}), expected)
+            assert any(each is not None for each in taken)
+        for wrong in ({"x": given[0]}, {"scale": 1.0, **named}, {**named, names[0]: None}):
+            raised = []
+            for each in (fused, module):
+                with pytest.raises((TypeError, AttributeError)) as error:
+                    each(**wrong)
+                raised.append((error.type, str(error.value)))
+            assert raised[0] == raised[1]
+
+
 @pytest.mark.skipif(machine.device_type() != "cpu", reason="a rule for CPUs")
 @pytest.mark.parametrize("way", ["eager", "grouped_mm"])
 def test_what_trains_on_a_cpu(fused_mlp, monkeypatch, way):

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.activations import NewGELUActivation, QuickGELUActivation
+from transformers.pytorch_utils import Conv1D
 
-from modules import PROJECTIONS, WRAPPERS, CountingTensor, Gated, PackedGated, Plain
+from modules import PROJECTIONS, WRAPPERS, CountingTensor, Gated, OwnBlock, PackedGated, Plain, TransposedPlain
 from safety import alike, fuse, ways
 from tiny_models import MODELS, build, outcome
 
@@ -329,3 +330,24 @@ def test_code_of_an_activation_replaced_in_place(fused_mlp, device, monkeypatch,
         monkeypatch.setattr(kind.forward, "__code__", doubled.__code__)
         assert torch.equal(module(x), Plain.forward(module, x))
         assert fused_mlp.explain(module).implementation == "original"
+
+
+def with_dropout():
+    return nn.Sequential(nn.Linear(32, 88), nn.GELU(), nn.Dropout(0.1), nn.Linear(88, 32))
+
+
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [(nn.Linear, Plain), (nn.LayerNorm, OwnBlock), (Conv1D, TransposedPlain), (nn.Dropout, with_dropout)],
+    ids=lambda each: each.__name__,
+)
+def test_code_of_a_part_replaced_in_place(fused_mlp, device, monkeypatch, kind, make):
+    module, x = make().to(device).eval(), torch.randn(3, 32, device=device)
+    fused = copy.deepcopy(module)
+    fused_mlp.fuse_mlps(fused)
+    with torch.no_grad():
+        before, _ = fused(x), fused(x)
+        monkeypatch.setattr(kind.forward, "__code__", doubled.__code__)
+        expected = module(x)
+        assert not torch.allclose(expected, before, atol=1e-3)
+        torch.testing.assert_close(fused(x), expected, rtol=1e-4, atol=1e-5)

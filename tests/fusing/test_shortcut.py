@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from transformers.activations import NewGELUActivation
+from transformers.activations import ACT2FN, NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
 import machine
@@ -109,6 +109,50 @@ def test_it_is_taken_under_autocast(fused_mlp, device, long_way, kind, dtype):
             assert [each.dtype for each in tree_leaves(got)] == [each.dtype for each in tree_leaves(expected)]
             assert_close(got, expected, tolerance=3e-2)
     assert long_way == []
+
+
+class Cubic(nn.Module):
+    def forward(self, x):
+        return 0.5 * x * (1.0 + torch.tanh(0.7978845608028654 * (x + 0.044715 * x**3)))
+
+
+class GatedAlone(Gated):
+    def forward(self, x):
+        return self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+
+
+ACTS = {name: ACT2FN[name] for name in ("gelu_new", "gelu_accurate", "gelu_fast", "gelu_pytorch_tanh", "relu2", "silu")}
+ACTS |= {"held": transformers.activations.GELUTanh(use_gelu_tanh_python=True), "written out": Cubic()}
+
+
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("kind", [Intermediate, GatedAlone])
+def test_a_layer_alone_has_autocasts_dtype(fused_mlp, device, kind, act):
+    """Autocast on a GPU computes torch.pow and torch.square in float32, and what follows them."""
+    module, fused = fused_pair(fused_mlp, kind(lambda: copy.deepcopy(ACTS[act])), device)
+    for dtype in (torch.float32, torch.bfloat16):
+        module, fused, x = module.to(dtype), fused.to(dtype), x_of(device).to(dtype)
+        with torch.autocast(device.type, torch.bfloat16):
+            assert_close(fused(x), module(x), tolerance=3e-2)
+            with torch.no_grad():
+                assert_close(fused(x), module(x), tolerance=3e-2)
+
+
+def test_compiled_code_asks_for_a_layer_alone(fused_mlp, device, long_way, monkeypatch):
+    """Compiled code passes on a layer whose activation autocast may widen, and takes MLPs, whose last layer casts."""
+    shortcut = importlib.import_module(f"{fused_mlp.__name__}.models.running.shortcut")
+    settings = dict(shortcut._settings)
+    try:
+        *others, _ = settings["autocast"]
+        shortcut.plain.configure(settings | {"autocast": (*others, lambda act, code: code == 4)})
+        for kind, act, way in ((Intermediate, nn.SiLU, ["linear"]), (Intermediate, nn.GELU, []), (Plain, nn.SiLU, [])):
+            _, fused = fused_pair(fused_mlp, kind(act), device)
+            long_way.clear()
+            with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
+                fused.bfloat16()(x_of(device).bfloat16())
+            assert long_way == way
+    finally:
+        shortcut.plain.configure(settings)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -150,3 +150,9 @@ def test_nothing_is_compared_where_a_mode_would_see_it(fused_mlp, device):
     with Recorder():
         fused_mlp.fuse_mlps(Gated().to(device))
     assert not {"linear", "silu", "mul"}.intersection(seen)
+
+
+def test_verify_is_a_bool(fused_mlp):
+    for wrong in ("recompute", 1, None, torch.ones(2)):
+        with pytest.raises(TypeError, match=f"verify must be True or False, got {type(wrong).__name__}"):
+            fused_mlp.fuse_mlps(Gated(), verify=wrong)

@@ -185,6 +185,10 @@ def laid_out(source: Source) -> torch.Tensor:
         return x[:1].expand(x.shape)
     if source.layout == "misaligned":
         return torch.cat([x.new_ones(1), x.flatten()])[1:].view(x.shape)
+    if source.layout == "negated":
+        return torch._neg_view(x)
+    if source.layout == "without memory":
+        return torch._efficientzerotensor(x.shape, dtype=x.dtype)
     return x
 
 

@@ -438,6 +438,9 @@ class Step:
     read: tuple[str, ...]
 
 
+LAYOUTS = ["contiguous", "contiguous", "transposed", "sliced", "expanded", "misaligned", "negated", "without memory"]
+
+
 @dataclass
 class Source:
     """A case: its settings and file (``make()`` makes the module, ``before(m)`` and ``later(m)`` change it)."""
@@ -662,7 +665,7 @@ class Writer:
             training=self.likely(0.5),
             ambient=draw.choices(AMBIENTS, [6, 4, 1, 1, 1, 1, 1])[0],
             shape=(*shape, width),
-            layout=draw.choice(["contiguous", "contiguous", "transposed", "sliced", "expanded", "misaligned"]),
+            layout=draw.choice(LAYOUTS),
             x_grad=self.likely(0.5),
             arguments=arguments,
         )

@@ -162,6 +162,11 @@ def test_int4_as_it_is_packed(fused_mlp, device):
         fused_mlp.QuantizedWeight.from_int4(words, scales, torch.arange(8, 18, device=device).view(5, 2))
     with pytest.raises(ValueError, match=r"or an integer tensor \[5, 2\]"):
         fused_mlp.QuantizedWeight.from_int4(words, scales, zeros[:1])
+    for wrong in (None, "8", [8]):
+        with pytest.raises(TypeError, match=f"zeros must be an integer or a tensor .* got {type(wrong).__name__}"):
+            fused_mlp.QuantizedWeight.from_int4(words, scales, wrong)
+    with pytest.raises(TypeError, match=r"scales must be a tensor of a floating dtype, got torch\.complex64"):
+        fused_mlp.QuantizedWeight.from_int4(words, scales.to(torch.complex64))
 
 
 def packed(values, order):

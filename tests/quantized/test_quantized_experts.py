@@ -297,6 +297,7 @@ def test_errors(fused_mlp, device):
         "data": good._replace(data=good.data[:, :5]),
         "scales": good._replace(scales=good.scales.int()),
         "shape": good._replace(shape=good.shape[1:]),
+        "shape must be .* got None": good._replace(shape=None),
     }
     for name, weight in wrong.items():
         with pytest.raises((TypeError, ValueError), match=f"gate_up_weight.*{name}"):

@@ -18,6 +18,7 @@ LAYOUTS = {
     "no rows": lambda: torch.randn(2, 0, 32),
     "unaligned": lambda: torch.randn(5 * 32 + 1)[1:].view(5, 32),
     "negated view": lambda: torch._neg_view(torch.randn(3, 32)),
+    "zeros without memory": lambda: torch._efficientzerotensor((3, 32)),
     "imaginary part of a conjugate": lambda: torch.randn(3, 32, dtype=torch.complex64).conj().imag,
 }
 

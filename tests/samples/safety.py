@@ -96,7 +96,7 @@ def llama(device, **options):
 def outcome(model, *args, **kwargs):
     """Output, output without autograd, and gradients of the inputs and of all parameters that require them."""
     model.zero_grad()
-    args = tuple(arg.detach().clone().requires_grad_() if arg.is_floating_point() else arg for arg in args)
+    args = tuple(arg.detach().requires_grad_() if arg.is_floating_point() else arg for arg in args)
     output = _tensor(model(*args, **kwargs))
     gradients = {}
     if output.requires_grad:

@@ -14,7 +14,7 @@ import machine
 import measure
 import reference
 from look_alikes import SwappedPacked
-from modules import Gated, PackedGated, Plain
+from modules import Gated, PackedGated, Plain, TransposedPlain
 from reference import ROUNDINGS, assert_no_worse_than_eager, operands, poisoned_memory
 from safety import Blocks, assert_close, fuse, llama
 from trainers import losses_of
@@ -506,6 +506,17 @@ def test_a_loop_follows_the_unfused_losses(fused_mlp, device, setting, memory):
     expected, found = (losses(each, ids, **SETTINGS[setting]) for each in (model, fused))
     torch.testing.assert_close(found, expected, rtol=3e-2 if setting == "autocast" else 1e-4, atol=1e-4)
     assert expected[-1] < expected[0]
+
+
+@pytest.mark.parametrize("kind", [Gated, Plain, TransposedPlain])
+def test_layout_of_gradients_that_are_differentiated_again(fused_mlp, device, kind):
+    """They have eager's layout, so code that flattens them by a view works."""
+    module = kind().to(device).eval()
+    fused, x = copy.deepcopy(module), torch.randn(70, 32, device=device)
+    assert fused_mlp.fuse_mlps(fused).fused
+    found = [torch.autograd.grad(each(x).sum(), each.parameters(), create_graph=True) for each in (fused, module)]
+    assert [each.stride() for each in found[0]] == [each.stride() for each in found[1]]
+    assert_close(*found)
 
 
 def test_gradient_scaler(fused_mlp, device):

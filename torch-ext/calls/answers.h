@@ -9,7 +9,8 @@ namespace fused_mlp {
 
 inline PyObject* class_of(PyObject* object) { return reinterpret_cast<PyObject*>(Py_TYPE(object)); }
 
-// Results of checks. An error set in Python is the third one, and stays set.
+// Results of checks. An error set in Python is the third one, and stays set: nothing more is looked up before it is
+// returned, because Python clears it if a look-up misses the cache of types.
 enum Answer { kError = -1, kNo = 0, kYes = 1 };
 
 inline Answer answer(bool yes) { return yes ? kYes : kNo; }

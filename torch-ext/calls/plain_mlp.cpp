@@ -311,6 +311,15 @@ static bool is_plain_block(const Mlp& mlp, const Block* block) {
   return block != nullptr && attribute_is_true(mlp.pattern, names().gated) == kNo;
 }
 
+// True if the result of a layer with an activation, which autocast casts, may be in float32 unfused.
+static Answer may_be_widened(const Mlp& mlp, PyObject* code) {
+  PyObject* const widens = PyTuple_GetItem(settings.autocast, 4);
+  if (widens == Py_None) return kNo;
+  const Answer whole = attribute_is_true(mlp.pattern, names().whole);
+  if (whole != kNo) return whole == kYes ? kNo : kError;
+  return truth(Owned(PyObject_CallFunctionObjArgs(widens, mlp.act, code, nullptr)).get());
+}
+
 static thread_local bool hooked = false;
 
 bool was_hooked() { return hooked; }
@@ -370,6 +379,7 @@ PyObject* fused(const Mlp& mlp, bool recording, const Block* block, bool adapted
   const Owned cast_to(autocast_dtype());
   // Autocast casts for a block's norms and sum, and quantised layers have dtypes of their own.
   if (PyErr_Occurred() || (cast_to && (block != nullptr || quantised.count > 0))) return nullptr;
+  if (cast_to && may_be_widened(mlp, code) != kNo) return nullptr;
   for (PyObject* part : mlp.between) {
     if (!is_cast(part)) continue;
     if (cast_to || quantised.count > 0 ||

@@ -446,10 +446,12 @@ Answer py_runs_as_written(PyObject* given) {
   if (std::exchange(left_last, nullptr) == of[1] || was_left(of[1], Py_None, of[0])) return kYes;
   if (PyErr_Occurred()) return is_answer() ? kNo : kError;
   const PastModes modes;
+  if (modes.said() != kYes) return modes.said() == kError && !is_answer() ? kError : kNo;
   const AsRecorded as_recorded(state_of(of[1]));
+  if (PyErr_Occurred()) return is_answer() ? kNo : kError;
   PyObject* const first = PyUnicode_Check(of[2]) ? of[2] : nullptr;
   const bool gated = first != nullptr || of[2] == Py_True;
-  const Answer left = modes.said() == kYes ? runs_as_written(of[0], of[1], gated, first) : modes.said();
+  const Answer left = runs_as_written(of[0], of[1], gated, first);
   return left == kError && is_answer() ? kNo : left;
 }
 
@@ -503,8 +505,9 @@ PyObject* py_fused(PyObject* given) {
   PyObject* of[4];  // plan, module, x, operands
   if (!unpack(given, "toot", of)) return nullptr;
   const PastModes modes;
-  const AsRecorded as_recorded(state_of_first(of[1], of[3]));
   if (modes.said() != kYes) return nullptr;
+  const AsRecorded as_recorded(state_of_first(of[1], of[3]));
+  if (PyErr_Occurred()) return nullptr;
   const Answer other = is_of_other_dtype(of[2]);
   if (other != kNo) return other == kYes ? PyBool_FromLong(false) : nullptr;  // Python would find the same
   PyObject* const plan = of[0];
@@ -656,6 +659,7 @@ PyObject* py_block(PyObject* given) {
   const PastModes modes;
   if (modes.said() != kYes || PyErr_Occurred()) return nullptr;
   const AsRecorded as_recorded(state_of_first(of[1], of[6]));
+  if (PyErr_Occurred()) return nullptr;
   PyObject* const dtype = dtype_followed(of[2]);
   PyObject *const pattern = field(plan, kPattern), *const act = field(plan, kAct);
   PyObject* const first = PyTuple_GetItem(field(plan, kProjections), 0);
@@ -683,6 +687,7 @@ PyObject* py_block_of(PyObject* given) {
   const PastModes modes;
   if (modes.said() != kYes || PyErr_Occurred()) return nullptr;
   const AsRecorded as_recorded(state_of_first(of[2], of[7]));
+  if (PyErr_Occurred()) return nullptr;
   left_last = nullptr;
   if (field(plan, kLast) == Py_None && child_looks_left(of[0], plan, of[2], of[3]) == kYes) {
     remember_left(of[2], plan, of[3]);
@@ -737,6 +742,7 @@ PyObject* py_split_mlp(PyObject* given) {
   const PastModes modes;
   if (modes.said() != kYes || PyErr_Occurred()) return nullptr;
   const AsRecorded as_recorded(state_of(of[2]));
+  if (PyErr_Occurred()) return nullptr;
   left_last = nullptr;
   return split_mlp(of[0], of[1], of[2], of[3], of[4], of[5]);
 }

@@ -8,6 +8,7 @@ exactly where PyTorch's formulas are when evaluated in float64:
   ``sigmoid``, -inf for ``linear``, and NaN for the others, which multiply x by a weight of zero.
 - The derivative at either infinity is NaN for the GELUs and ``silu``, 0 for ``sigmoid`` and 1 for ``linear``. At +inf
   it is 1 for ``relu`` and +inf for ``relu2``; at -inf it is 0 for both.
+- A gradient that arrives as NaN or infinite gives NaN where the derivative is 0. PyTorch's ``relu`` gives 0 there.
 - A finite x, however large, has a finite value and derivative, except that ``relu2`` and its derivative overflow to
   +inf. PyTorch's float32 operations differ here: their derivative of tanh-GELU is NaN beyond 1e19.
 - Subnormal operands are not flushed. A result below the smallest normal number may be zero. The sign of a zero is not

@@ -29,6 +29,12 @@ class OperandValueError(ValueError, RuntimeError):
     """A ValueError that is also a RuntimeError, which PyTorch raises for such operands."""
 
 
+def check_flags(**flags: bool) -> None:
+    for name, value in flags.items():
+        if type(value) is not bool:
+            raise OperandTypeError(f"{name} must be True or False, got {type(value).__name__}")
+
+
 def check_act_and_mul(gate: Tensor, up: Tensor) -> None:
     _check_tensor("gate", gate)
     _check_tensor("up", up)
@@ -123,6 +129,7 @@ def check_experts_mlp(
     up_offset: float,
 ) -> None:
     _check_input(x)
+    check_flags(gated=gated, interleaved=interleaved, transposed=transposed)
     _check_routing(x, top_k_index, top_k_weights)
     check_like(x, "gate_up_weight", gate_up_weight)
     check_like(x, "down_weight", down_weight)

@@ -52,7 +52,8 @@ struct Settings {
   PyObject* is_inference;    // the function of torch
   PyObject* is_transformed;  // a function: whether torch.func transforms the call
   PyObject* quiet;           // functions that return something true if every call is observed
-  PyObject* autocast;        // (whether it is enabled at all, whether it is for a device, its dtype there, the device)
+  PyObject* autocast;        // (whether it is enabled at all, whether it is for a device, its dtype there, the device,
+                             // on a GPU a function: whether it may compute an activation of a code in float32)
   PyObject* composed;   // a function of a pattern, operands, and whether the call is as recorded (modes.h): computes
                         // them part by part; None if it cannot
   PyObject* modes;      // (number of modes for torch functions, the mode of an index, class of those that
@@ -104,6 +105,7 @@ struct Names {
   PyObject* block_op = PyUnicode_InternFromString("residual_mlp");
   PyObject* mlp = PyUnicode_InternFromString("mlp");
   PyObject* gated_mlp = PyUnicode_InternFromString("gated_mlp");
+  PyObject* whole = PyUnicode_InternFromString("whole");
   PyObject* gated_block_op = PyUnicode_InternFromString("residual_gated_mlp");
   PyObject* norm_forward = PyUnicode_InternFromString("norm_forward");
   PyObject* sum_norm_forward = PyUnicode_InternFromString("sum_norm_forward");

@@ -76,10 +76,10 @@ bool will_all_run(PyObject* ctx) {
   return edges && !PyErr_Occurred();
 }
 
-// Reads a tensor from a tuple; it may be None.
-bool take(PyObject* tuple, Py_ssize_t place, OptionalTensor* tensor) {
+// Reads a tensor from a tuple; it may be None. `made` says that the forward computed it.
+bool take(PyObject* tuple, Py_ssize_t place, OptionalTensor* tensor, bool made) {
   PyObject* const given = PyTuple_GetItem(tuple, place);
-  return given == Py_None || (given != nullptr && take_tensor(given, tensor, true));
+  return given == Py_None || (given != nullptr && take_tensor(given, tensor, made));
 }
 
 // A node, from its ctx: which inputs need gradients, and the values that it has saved.
@@ -93,7 +93,7 @@ struct Node {
         saved(needs ? PyObject_GetAttr(ctx, node_names().saved_tensors) : nullptr) {}
   explicit operator bool() const { return static_cast<bool>(saved); }
   bool need(Py_ssize_t input) const { return PyTuple_GetItem(needs.get(), input) == Py_True; }
-  bool take_saved(Py_ssize_t place, OptionalTensor* tensor) const { return take(saved.get(), place, tensor); }
+  bool take_saved(Py_ssize_t place, OptionalTensor* tensor) const { return take(saved.get(), place, tensor, false); }
 };
 
 // Returns a tuple with a gradient per input, None for those that were not found.
@@ -157,7 +157,7 @@ class NodeOfMlp {
     PyObject* const up_first = PyTuple_GetItem(how_.get(), 1);
     if (up_first != Py_None) up_first_ = up_first == Py_True;
     layout_ = PyLong_AsSsize_t(PyTuple_GetItem(how_.get(), 3));
-    if (!take(own_.get(), 0, &gate_) || !take(own_.get(), 1, &up_)) return false;
+    if (!take(own_.get(), 0, &gate_, true) || !take(own_.get(), 1, &up_, true)) return false;
     const Answer keeps = said_by(keeps_graph);
     if (keeps == kError || PyErr_Occurred()) return false;
     if (keeps == kYes) return true;

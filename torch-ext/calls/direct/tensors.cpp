@@ -20,11 +20,13 @@ constexpr auto device_of_ops = aoti_torch_device_type_cuda;
 constexpr auto device_of_ops = aoti_torch_device_type_cpu;
 #endif
 
+// A tensor of values without memory is one that torch's dispatcher fills with zeros.
 bool is_plain(const Tensor& tensor) {
   static const int32_t device = device_of_ops(), strided = aoti_torch_layout_strided();
   int32_t its_device = -1, layout = -1;
   return aoti_torch_get_device_type(tensor.get(), &its_device) == 0 && its_device == device &&
-         aoti_torch_get_layout(tensor.get(), &layout) == 0 && layout == strided;
+         aoti_torch_get_layout(tensor.get(), &layout) == 0 && layout == strided &&
+         (tensor.data_ptr() != nullptr || tensor.numel() == 0);
 }
 
 }  // namespace

@@ -422,10 +422,17 @@ class _KnownLayer(torch.autograd.Function):
 def gradients_of_layer(
     grad: Tensor, x: Optional[Tensor], weight: Optional[Tensor], needs: Sequence[bool], mm: Callable[..., Tensor]
 ) -> Tuple[Optional[Tensor], ...]:
-    """Return the needed gradients of x, weight and bias of a linear layer, from that of its result, by ``mm``."""
+    """Return the needed gradients of x, weight and bias of a linear layer, from that of its result, by ``mm``.
+
+    That of a weight has the weight's layout, as torch's has.
+    """
     rows = grad.reshape(-1, grad.shape[-1])
     of_x = mm(rows, weight).view(*grad.shape[:-1], weight.shape[1]) if needs[0] else None
-    of_weight = mm(rows.t(), x.reshape(-1, x.shape[-1])) if needs[1] else None
+    of_weight = None
+    if needs[1]:
+        inputs = x.reshape(-1, x.shape[-1])
+        is_by_column = weight is not None and not weight.is_contiguous()
+        of_weight = mm(inputs.t(), rows).t() if is_by_column else mm(rows.t(), inputs)
     return of_x, of_weight, rows.sum(0) if needs[2] else None
 
 

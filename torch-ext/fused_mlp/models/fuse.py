@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..autograd import training
+from ..operands import check_flags
 from . import outcome, verification
 from .attention import methods as attention
 from .experts import blocks, mixtures, routers, wrappers
@@ -54,12 +55,13 @@ def fuse_mlps(model: nn.Module, *, verify: bool = True, memory: str = training.K
         A report that prints as a table: what was fused, what was not, and why.
 
     Raises:
-        TypeError: ``model`` is not a module.
+        TypeError: ``model`` is not a module, or ``verify`` not a bool.
         ValueError: ``memory`` is unknown.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     training.check_memory(memory)
+    check_flags(verify=verify)
     report, check = FusionReport(), verification.Verification() if verify else None
     scripted = set()  # by id: modules inside a scripted one
     first_modules, second_modules = set(), set()  # by id: modules of split MLPs that are fused

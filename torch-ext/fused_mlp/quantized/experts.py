@@ -301,11 +301,11 @@ def _check_tensors(weight: Any, scales: Any, wanted: str, dims: int) -> None:
 def _check_stack(x: Tensor, name: str, weight: QuantizedStack) -> None:
     if weight.format not in FORMATS:
         raise OperandValueError(f"{name}.format must be one of {', '.join(FORMATS)}, got {weight.format!r}")
-    shape, block = tuple(weight.shape), weight.block
+    shape, block = weight.shape, weight.block
     if not are_counts(shape, 3, 0) or not are_counts(block, 2, 1):
         raise OperandValueError(
             f"{name}.shape must be [experts, out, in], and {name}.block a pair of rows and columns, got "
-            f"{list(shape)}, block = {block!r}"
+            f"{shape!r}, block = {block!r}"
         )
     experts, out, width = shape
     is_mx = weight.format == "mxfp4"

@@ -149,8 +149,12 @@ class QuantizedWeight(NamedTuple):
                 f"scales must be [out, groups] with out = {out} and groups that divide in = {width}, "
                 f"got {shape_of(scales)}"
             )
+        if not scales.is_floating_point():
+            raise OperandTypeError(f"scales must be a tensor of a floating dtype, got {scales.dtype}")
+        if not isinstance(zeros, (int, Tensor)):
+            raise OperandTypeError(f"zeros must be an integer or a tensor of integers, got {type(zeros).__name__}")
         zeros = torch.as_tensor(zeros, device=scales.device)
-        if zeros.is_floating_point() or (zeros.dim() > 0 and zeros.shape != scales.shape):
+        if zeros.is_floating_point() or zeros.is_complex() or (zeros.dim() > 0 and zeros.shape != scales.shape):
             raise OperandValueError(
                 f"zeros must be an integer or an integer tensor {list(scales.shape)}, got {shape_of(zeros)}"
             )

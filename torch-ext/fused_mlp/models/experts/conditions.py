@@ -50,7 +50,7 @@ def conditions_of(
     state = module.__dict__
     own, parts = dict.fromkeys((*_ALWAYS, *names)), {}
     found: List[Tuple[Dict[str, Any], Tuple[str, ...]]] = [(table, (name,)) for table, name in items]
-    unchanged = [(owner, name, getattr(owner, name)) for owner, name, _ in refusals._ORIGINALS] + list(attributes)
+    unchanged = [(owner, name, getattr(owner, name)) for owner, name, _ in refusals._WATCHED] + list(attributes)
     absent, called = [], []
     for each in dependencies:
         owner = each.owner

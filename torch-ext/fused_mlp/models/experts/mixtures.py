@@ -66,9 +66,12 @@ def are_left(module: nn.Module) -> bool:
 def fused_method(method: FunctionType) -> FunctionType:
     """Return the fused forward of a class of experts, with one call of ``experts_mlp`` where possible."""
     original = as_written("forward", method)
-    instead = switching.instead_of(original)
+    instead, names = switching.instead_of(original), names_of(method)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        if kwargs:
+            given = switching.in_order(args, kwargs, names)
+            args, kwargs = (args, kwargs) if given is None else (given, {})
         if args and type(args[0]) is Tensor and args[0].is_cpu and shortcut.is_left_in_training(self, method, *args):
             return method(self, *args, **kwargs)
         is_off = not shortcut.is_grad_enabled() and self.training
@@ -89,6 +92,16 @@ def fused_method(method: FunctionType) -> FunctionType:
         return method(self, *args, **kwargs) if result is None else result
 
     return switching.made(KIND, forward, original)
+
+
+def names_of(method: FunctionType) -> Tuple[Optional[str], ...]:
+    """Return the names by which a call of experts may give their arguments; None where transformers' functions, which
+    may run in place of a class's own loop, have another name."""
+    own = interface.original_of(method)
+    if own is None:
+        return switching.names_in(method)
+    both = zip(switching.names_in(own), switching.names_in(registered))
+    return tuple(name if name == other else None for name, other in both)
 
 
 def registered(

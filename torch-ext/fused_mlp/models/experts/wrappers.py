@@ -58,7 +58,7 @@ def fused_methods(module: nn.Module) -> Dict[str, FunctionType]:
     """Return the method to install in the outermost wrapper of a module of experts; empty for anything else."""
     if not is_wrapper(module):
         return {}
-    return {"forward": switching.fused_forward(KIND, type(module).forward, _output, arguments=3)}
+    return {"forward": switching.fused_forward(KIND, type(module).forward, _output, names_of=_names_of)}
 
 
 KIND = "experts with adapters"
@@ -87,6 +87,12 @@ def _output(module: nn.Module, x: Any, index: Any, weights: Any) -> Optional[Ten
     if isinstance(found, str) or not found.adapters:  # without adapters PEFT calls the experts directly
         return None
     return mixtures.with_adapters(base, known, x, index, weights, _operands(proof, found))
+
+
+def _names_of(wrapper: nn.Module) -> Tuple[str, ...]:
+    """Return the names of a call's arguments: a wrapper passes all but its first on to the experts."""
+    *_, base = _chain(wrapper)
+    return (*switching.names_in(type(wrapper).forward)[:1], *mixtures.names_of(proofs.method_of(base))[1:])
 
 
 def _operands(proof: Any, found: Wrapped) -> Tuple[Optional[Adapter], Optional[Adapter]]:

@@ -147,15 +147,17 @@ def fused_forward(
     method: FunctionType,
     compute: Callable[..., Any],
     trace: Optional[Callable[..., Any]] = None,
-    arguments: int = 1,
+    names_of: Optional[Callable[[nn.Module], Tuple[str, ...]]] = None,
 ) -> FunctionType:
-    """Return the fused forward of a class: it returns ``compute``'s result for a call with ``arguments`` arguments.
+    """Return the fused forward of a class: it returns ``compute``'s result for a call with the method's first argument,
+    or with the arguments that ``names_of`` a module names.
 
     The original runs if that result is None, and while a graph is traced; with ``trace``, Dynamo runs that instead
     (``traced.run``).
     """
     original = as_written("forward", method)
     instead, code, is_traced = instead_of(original), method.__code__, torch.compiler.is_compiling
+    first = names_in(method)[:1]
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if trace is not None and torch.compiler.is_dynamo_compiling():
@@ -164,12 +166,23 @@ def fused_forward(
             another = instead(self)
             if another is not None:
                 return another(self, *args, **kwargs)
-        if kwargs or len(args) != arguments or is_traced():
-            return method(self, *args, **kwargs)
-        result = compute(self, *args)
-        return method(self, *args) if result is None else result
+        given = None if is_traced() else in_order(args, kwargs, first if names_of is None else names_of(self))
+        result = None if given is None else compute(self, *given)
+        return method(self, *args, **kwargs) if result is None else result
 
     return made(kind, forward, original)
+
+
+def names_in(method: FunctionType) -> Tuple[str, ...]:
+    """Return the names by which a call may give a method's arguments."""
+    code = method.__code__
+    return () if code.co_posonlyargcount > 1 else code.co_varnames[1 : code.co_argcount]
+
+
+def in_order(args: Tuple[Any, ...], kwargs: Dict[str, Any], names: Tuple[str, ...]) -> Optional[Tuple[Any, ...]]:
+    """Return the arguments of a call in the order of these names; None if it gives fewer or others."""
+    given = (*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs)) if kwargs else args
+    return given if len(given) == len(names) == len(args) + len(kwargs) else None
 
 
 def instead_of(method: Written) -> Callable[[Any], Optional[Callable[..., Any]]]:

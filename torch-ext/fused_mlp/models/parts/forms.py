@@ -6,15 +6,18 @@ computes the same and knows which row of the table that is, given the current st
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any, Callable, Dict, Optional, Tuple
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from ...activations import Activation, get_activation
+from ...activations import ACTIVATIONS, Activation, get_activation
+from ...operands import autocasts
 from ..proving import activations
 from .guards import are_unchanged, guards_of
-from .recognition import activation_of, name_of
+from .recognition import activation_of, is_composite, is_named, name_of
 
 # The functions at import. Replacements patched in later are called.
 _GELU_FUNCTION = F.gelu
@@ -41,6 +44,27 @@ class Form:
 def row_of(act: Callable[[Tensor], Tensor]) -> Optional[Activation]:
     """Return the row of the table that an activation of a match computes, or None."""
     return act.activation if type(act) is Form else activation_of(act)
+
+
+# The rows that some code computes by functions that autocast runs in float32 on a GPU.
+_POWERS = {row.code for row in ACTIVATIONS if not {(torch, "pow"), (torch, "square")}.isdisjoint(row.calls)}
+
+
+def may_be_widened(act: Callable[[Tensor], Tensor], code: int) -> bool:
+    """True if autocast on a GPU may compute an activation of this row in float32, so that its result is wide."""
+    if code not in _POWERS:
+        return False
+    if type(act) is Form:
+        return act.function is act.activation.function  # a function of gate and up that may compute it in any way
+    if not isinstance(act, nn.Module):
+        return True
+    return is_composite(act) or not is_named(act) or type(act.__dict__.get("act")) is MethodType
+
+
+def is_widened(act: Callable[[Tensor], Tensor], x: Any) -> bool:
+    """True if that may happen to a product of x."""
+    row = row_of(act) if isinstance(x, Tensor) and x.is_cuda and autocasts(x) else None
+    return row is not None and may_be_widened(act, row.code)
 
 
 def call(function: Callable[..., Tensor], *options: Any, **named: Any) -> Form:

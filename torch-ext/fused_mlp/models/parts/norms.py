@@ -43,7 +43,7 @@ class Norm(NamedTuple):
 def _of_torch(code: int, kind: type, function: str, has_bias: bool) -> Norm:
     home = nn.modules.normalization
     forward = kind, "forward", refusals.unpatched(kind, "forward", home)
-    guards = Guards((forward, (F, function, refusals.unpatched(F, function, F))))
+    guards = Guards((forward, *refusals.codes_of(kind.forward), (F, function, refusals.unpatched(F, function, F))))
     return Norm(guards, code, "eps", True, has_bias)
 
 

@@ -7,8 +7,8 @@ narrow: a module that is not known to be plain is called. The reasons are noun p
 from __future__ import annotations
 
 import inspect
-from types import FunctionType
-from typing import Any, Optional, Tuple, Union
+from types import CodeType, FunctionType
+from typing import Any, Dict, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +49,16 @@ _PATCHABLE = (
 )
 _ORIGINALS = tuple((owner, name, unpatched(owner, name, home)) for owner, name, home in _PATCHABLE)
 _CALL = _ORIGINALS[0][2]
+
+
+def codes_of(*forwards: Any) -> Tuple[Tuple[Any, ...], ...]:
+    """Return the code of these functions, which may be replaced in place, as attributes that must be unchanged."""
+    return tuple((each, "__code__", each.__code__) for each in forwards if isinstance(each, FunctionType))
+
+
+# torch.compile traces the code itself.
+_CODES = codes_of(*(kind.forward for kind in (nn.Linear, nn.Dropout, nn.Identity)))
+_WATCHED = (*_ORIGINALS, *_CODES)
 _are_unchanged = getattr(native.plain_modules, "are_unchanged", None)  # the same check in compiled code
 
 
@@ -70,10 +80,11 @@ def of_global_state() -> Optional[str]:
         or _torch_module._global_backward_pre_hooks
     ):
         return "global module hooks"
-    is_asked = _are_unchanged is not None and not torch.compiler.is_compiling()
-    for owner, name, original in () if is_asked and _are_unchanged(_ORIGINALS) else _ORIGINALS:
+    watched = _ORIGINALS if torch.compiler.is_compiling() else _WATCHED
+    is_asked = _are_unchanged is not None and watched is _WATCHED
+    for owner, name, original in () if is_asked and _are_unchanged(watched) else watched:
         if getattr(owner, name) is not original:
-            return f"a patched {owner.__name__}.{name}"
+            return f"a patched {getattr(owner, '__qualname__', owner.__name__)}.{name}"
     for index in range(torch._C._len_torch_function_stack()):
         mode = torch._C._get_function_stack_at(index)
         if type(mode) is not DeviceContext:  # the mode of torch.set_default_device, which changes no product
@@ -162,5 +173,12 @@ def is_transposed(kind: type) -> bool:
 
 
 def is_as_written(kind: type) -> bool:
-    """True if the forward of a class is defined in the class's own module, whose name alone a wrapper copies."""
-    return getattr(kind.forward, "__globals__", {}).get("__name__") == kind.__module__
+    """True if the forward of a class is defined in the class's own module, whose name alone a wrapper copies, and has
+    the code with which it was first seen."""
+    forward = kind.forward
+    if getattr(forward, "__globals__", {}).get("__name__") != kind.__module__:
+        return False
+    return torch.compiler.is_compiling() or _codes.setdefault(forward, forward.__code__) is forward.__code__
+
+
+_codes: Dict[FunctionType, CodeType] = {}  # by forwards of such classes

@@ -19,7 +19,7 @@ def pays(act: Callable[[Tensor], Tensor], *values: Any) -> bool:
     gate = values[-1]
     if type(gate) is not Tensor or is_traced() or dispatch.is_small_product(gate):
         return False
-    if forms.row_of(act) is None or getattr(act, "inplace", False):
+    if forms.row_of(act) is None or getattr(act, "inplace", False) or forms.is_widened(act, gate):
         return False
     if dispatch.select("act_and_mul", gate, gate.numel() if gate.requires_grad else None) is reference:
         return False

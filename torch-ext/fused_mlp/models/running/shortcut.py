@@ -159,6 +159,7 @@ _settings = {
         torch.is_autocast_enabled,
         torch.get_autocast_dtype,
         native.DEVICE_TYPE,
+        forms.may_be_widened if native.DEVICE_TYPE == "cuda" else None,
     ),
     "composed": _composed,
     "is_transformed": torch._C._are_functorch_transforms_active,
@@ -187,6 +188,7 @@ _settings = {
         (nn.Dropout, "forward", refusals.unpatched(nn.Dropout, "forward", nn.modules.dropout)),
         (F, "dropout", _DROPOUT),
         (nn.Identity, "forward", refusals.unpatched(nn.Identity, "forward", nn.modules.linear)),
+        *refusals._CODES,
     ),
     "exchange": None if _is_profiled is None else getattr(Tensor, "__dlpack_c_exchange_api__", None),
     "is_negated": Tensor.is_neg,
@@ -236,6 +238,8 @@ def fused(plan: Plan, module: Optional[nn.Module], x: Tensor, operands: Tuple[An
 
 def _by_python(plan: Plan, module: Optional[nn.Module], x: Tensor, operands: Tuple[Any, ...]) -> Optional[Tensor]:
     projections, act, between = (part_of(module, part, operands) for part in (plan.projections, plan.act, plan.between))
+    if not plan.pattern.whole and forms.is_widened(act, x):
+        return None
     return forwards.fused(plan.pattern, x, projections, forms.row_of(act), between)
 
 
@@ -436,7 +440,7 @@ def learn_layers(projections: Iterable[nn.Module]) -> None:
         if kind not in _linears and refusals.is_other_linear(projection) and refusals.is_as_written(kind):
             addmm = torch, "addmm", _originals[torch, "addmm"]  # called by Conv1D
             unchanged = (kind, "__call__", _CALL), (kind, "forward", kind.forward), addmm
-            _linears[kind] = Guards(unchanged), refusals.is_transposed(kind)
+            _linears[kind] = Guards((*unchanged, *refusals.codes_of(kind.forward))), refusals.is_transposed(kind)
 
 
 def learn(act: Act) -> None:
