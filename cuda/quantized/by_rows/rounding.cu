@@ -1,5 +1,3 @@
-#include <algorithm>
-
 #include "../../sm90/launch.cuh"
 #include "rounding.cuh"
 

@@ -1,6 +1,8 @@
 // Rounds rows to e4m3 with one scale per row, after an activation and a gate if there are any.
 #pragma once
 
+#include <algorithm>
+
 #include "../../gemm/epilogue.cuh"
 #include "../../overlap.cuh"
 #include "../../vector.cuh"
