@@ -146,21 +146,23 @@ bool takes_scaled_mm(const CodedProblem& p) {
 
 // In microseconds, as measured on an H200: for a block of 128 of k, for a tile, and for adding up parts of k; weights
 // arrive at three quarters of the memory's nominal rate. If there are more rows than a tile has, two CTAs with the same
-// weights load them together.
+// weights load them together, unless that leaves so many tiles without rows that it takes longer.
 CodedPlan choose_scaled(const CodedProblem& p, const Gpu& gpu) {
   constexpr int kTokens = 128, kGroups = 2, kMostSplit = 16;
-  constexpr double kBlock = 0.7, kTile = 3.0, kSum = 3.0, kSumOfBytes = 0.65e-6, kOfMemory = 0.75;
-  const int pair = p.m > kTokens ? 2 : 1;
-  const int64_t tiles = ceil_div(p.m, kTokens * pair) * ceil_div(p.n, p.gated() ? 128 : 256);
-  const int64_t blocks = ceil_div(p.k, 128), slots = gpu.multiprocessors / pair;
+  constexpr double kBlock = 0.7, kTile = 3.0, kSum = 3.0, kSumOfBytes = 0.65e-6, kOfMemory = 0.75, kAlone = 1.03;
+  const int64_t tiles_n = ceil_div(p.n, p.gated() ? 128 : 256), blocks = ceil_div(p.k, 128);
   const double weights = p.n * p.k * (p.gated() ? 2 : 1) / (kOfMemory * gpu.bytes_per_microsecond);
   const bool splits = !p.gated() && p.epilogue.activation == static_cast<int64_t>(Activation::kLinear);
   Best best;
-  for (int split = 1; split <= (splits ? kMostSplit : 1) && split <= blocks; ++split) {
-    const double rounds = ceil_div(tiles * split, slots), sum_bytes = static_cast<double>(split * p.m * p.n * 4);
-    const double product = std::max(rounds * ceil_div(blocks, split) * kBlock, weights) + rounds * kTile;
-    best.offer({CodedLoop::kScaled, kTokens, kGroups, split, {}, pair},
-               product + (split > 1 ? kSum + kSumOfBytes * sum_bytes : 0.0));
+  for (int pair = p.m > kTokens ? 2 : 1; pair > 0; --pair) {
+    const int64_t tiles = ceil_div(p.m, kTokens * pair) * tiles_n, slots = gpu.multiprocessors / pair;
+    const double of_block = pair < 2 && p.m > kTokens ? kAlone * kBlock : kBlock;
+    for (int split = 1; split <= (splits ? kMostSplit : 1) && split <= blocks; ++split) {
+      const double rounds = ceil_div(tiles * split, slots), sum_bytes = static_cast<double>(split * p.m * p.n * 4);
+      const double product = std::max(rounds * ceil_div(blocks, split) * of_block, weights) + rounds * kTile;
+      best.offer({CodedLoop::kScaled, kTokens, kGroups, split, {}, pair},
+                 product + (split > 1 ? kSum + kSumOfBytes * sum_bytes : 0.0));
+    }
   }
   return best.plan;
 }

@@ -225,6 +225,7 @@ def test_rows_of_any_width(ops, device, width, fast):
         for weight in call.weights:
             weight.layout[-1] = 2 * fast
         call.check(ops)
+    Call("gated_mlp", x[:, :16].contiguous(), (width, 16), BY_ROWS, fast).check(ops)
 
 
 @pytest.mark.parametrize("block", [(128, 128), BY_ROWS], ids=str)

@@ -1,24 +1,33 @@
 // Rounds rows to e4m3 with one scale per row, after an activation and a gate if there are any.
 #pragma once
 
+#include <algorithm>
+
 #include "../../gemm/epilogue.cuh"
+#include "../../overlap.cuh"
 #include "../../vector.cuh"
 #include "../e4m3.cuh"
 #include "rounding.h"
 
 namespace fused_mlp {
 
-// A CTA has a row, which stays in registers between the search for its largest value and the rounding.
+// A CTA has a row, which stays in registers between the search for its largest value and the rounding. A thread has
+// kVectors of it; with few, and without a gate, more CTAs have room.
+template <int kVectors_, bool kGated_>
 struct RowsOfE4m3 {
   using Element = __nv_bfloat16;
-  static constexpr int kValues = kVectorBytes / sizeof(Element);
-  static constexpr int kVectors = 8, kUsualVectors = 4;  // of a thread
-  static constexpr int kMostThreads = kMostRoundedColumns / kValues / kVectors;
+  static constexpr bool kGated = kGated_;
+  static constexpr int kVectors = kVectors_, kValues = kVectorBytes / sizeof(Element);
+  static constexpr int kMostThreads = 1024, kMostColumns = kMostThreads * kVectors * kValues;
   using Row = Packed<Element, kValues>;
+
+  static int threads(int64_t columns) {
+    return std::max(64, static_cast<int>(ceil_div(columns, int64_t{32} * kValues * kVectors)) * 32);
+  }
 };
 
 __device__ __forceinline__ float largest_of_cta(float largest) {
-  __shared__ float of_warps[RowsOfE4m3::kMostThreads / 32];
+  __shared__ float of_warps[32];
   const auto of_warp = [](float value) {
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) {
@@ -32,22 +41,22 @@ __device__ __forceinline__ float largest_of_cta(float largest) {
   return of_warp(threadIdx.x % 32 < blockDim.x / 32 ? of_warps[threadIdx.x % 32] : 0.0f);
 }
 
-__global__ void __launch_bounds__(RowsOfE4m3::kMostThreads)
-    round_rows_kernel(const __grid_constant__ RowRounding args) {
-  using R = RowsOfE4m3;
+template <typename R>
+__global__ void __launch_bounds__(R::kMostThreads) round_rows_kernel(const __grid_constant__ RowRounding args) {
+  wait_for_previous_kernel();
   const int64_t row = blockIdx.x;
-  const auto* const x = static_cast<const R::Element*>(args.x.data) + row * args.x.row_stride;
-  const auto* const up = static_cast<const R::Element*>(args.up.data) + row * args.up.row_stride;
-  const CodedActivation<R::Element> activate{args.activation};
+  const auto* const x = static_cast<const typename R::Element*>(args.x.data) + row * args.x.row_stride;
+  const auto* const up = static_cast<const typename R::Element*>(args.up.data) + row * args.up.row_stride;
+  const CodedActivation<typename R::Element> activate{args.activation};
   const bool changes = args.activation != static_cast<int64_t>(Activation::kLinear);
   const auto column_of = [&](int i) { return (int64_t{i} * blockDim.x + threadIdx.x) * R::kValues; };
 
-  R::Row kept[R::kVectors] = {}, ups[R::kVectors] = {};
+  typename R::Row kept[R::kVectors] = {}, ups[R::kVectors] = {};
 #pragma unroll
   for (int i = 0; i < R::kVectors; ++i) {
     if (column_of(i) >= args.columns) continue;
-    kept[i] = *reinterpret_cast<const R::Row*>(x + column_of(i));
-    if (args.up.data != nullptr) ups[i] = *reinterpret_cast<const R::Row*>(up + column_of(i));
+    kept[i] = *reinterpret_cast<const typename R::Row*>(x + column_of(i));
+    if (R::kGated) ups[i] = *reinterpret_cast<const typename R::Row*>(up + column_of(i));
   }
   float largest = 0.0f;
 #pragma unroll
@@ -59,12 +68,13 @@ __global__ void __launch_bounds__(RowsOfE4m3::kMostThreads)
     if (changes) activate(values);
 #pragma unroll
     for (int j = 0; j < R::kValues; ++j) {
-      if (args.up.data != nullptr) values[j] *= ups[i].lane(j);
+      if (R::kGated) values[j] *= ups[i].lane(j);
       largest = fmaxf(largest, fabsf(values[j]));
     }
 #pragma unroll
     for (int j = 0; j < R::kValues / 2; ++j) {
-      kept[i].words[j] = round_pair<R::Element>(values[2 * j], values[2 * j + 1]);
+      kept[i].words[j] = round_pair<typename R::Element>(values[2 * j], values[2 * j + 1]);
+      asm volatile("" : "+r"(kept[i].words[j]));  // else the floats stay, in twice as many registers
     }
   }
   const float scale = e4m3_scale(largest_of_cta(largest)), inverse = __frcp_rn(scale);

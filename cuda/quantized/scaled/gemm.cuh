@@ -3,9 +3,9 @@
 // The tensor cores accumulate with fewer bits than float32 has. So after each block of 128 of k a warpgroup multiplies
 // the block's sums by its scales and adds them to its own sums, while the other warpgroup uses the tensor cores. A tile
 // is 128 rows of a, 64 per warpgroup, by two halves of 128 weight rows: gate and up of the same columns, or adjacent
-// columns. One warp fills the ring by TMA. CTAs are persistent. Two CTAs with the same weights form a cluster, and each
-// loads one half for both. With few tiles, several CTAs share k, and another kernel adds their sums (parts.cuh). For
-// experts, rows of tokens are gathered (gather.cuh), and a CTA takes the next tile when it is done with one.
+// columns. One warp fills the ring by TMA. CTAs are persistent. Two CTAs with the same weights may form a cluster, and
+// each loads one half for both. With few tiles, several CTAs share k, and another kernel adds their sums (parts.cuh).
+// For experts, rows of tokens are gathered (gather.cuh), and a CTA takes the next tile when it is done with one.
 #pragma once
 
 #include "gather.cuh"
