@@ -259,8 +259,7 @@ def experts_mlp(
         ``[..., out]``, in the dtype of ``x``.
     """
     form = Form(get_activation(activation).code, gated, interleaved, transposed, limit, up_offset)
-    if not (type(gated) is type(interleaved) is type(transposed) is bool):
-        operands.check_flags(gated=gated, interleaved=interleaved, transposed=transposed)
+    operands.check_flags(gated=gated, interleaved=interleaved, transposed=transposed)
     given = (x, top_k_index, top_k_weights, gate_up_weight, down_weight, gate_up_bias, down_bias)
     given_adapters = gate_up_adapter, down_adapter
     if quantized_experts.is_any(gate_up_weight, down_weight):

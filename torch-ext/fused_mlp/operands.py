@@ -31,7 +31,7 @@ class OperandValueError(ValueError, RuntimeError):
 
 def check_flags(**flags: bool) -> None:
     for name, value in flags.items():
-        if type(value) is not bool:
+        if not isinstance(value, bool):
             raise OperandTypeError(f"{name} must be True or False, got {type(value).__name__}")
 
 
