@@ -551,9 +551,10 @@ def quantised_experts_gains(kind: str) -> list[float]:
 def quantised_experts_table() -> str:
     rows = []
     for result in run(EXPERTS_OF_CODES)["results"]:
-        cells = (f"{result[way]:.0f}" if way in result else "" for way in ("ours", "decoded", "bf16", "floor"))
+        ways = ("ours", "hub", "routed", "hub_routed", "decoded", "bf16", "floor")
+        cells = (f"{result[way]:.0f}" if way in result else "" for way in ways)
         rows.append((f"{result['name']} in {result['format'].upper()}, {result['tokens']}", *cells))
-    heads = ("experts, tokens", "ours", "decoded first", "bf16 weights", "bytes")
+    heads = ("experts, tokens", "ours", "Hub", "ours, routed", "Hub, routed", "decoded first", "bf16 weights", "bytes")
     return documents.table(heads, rows, left=1)
 
 

@@ -15,6 +15,7 @@ struct StackDecoder<Element, StackCoding::kFp8> {
   static constexpr bool kScalesSums = true;
   static constexpr float kUnscale = 1.0f;  // the factor for the sums at the end
   using RawScales = float;
+  using Scale = float;
 
   // The first of the eight elements of a that match the lane's first or second half of codes.
   static __device__ __forceinline__ int element(int quarter, int half) { return 16 * quarter + 8 * half; }
@@ -28,11 +29,12 @@ struct StackDecoder<Element, StackCoding::kFp8> {
 
   template <int kPieces>
   static __device__ __forceinline__ void decode(uint32_t (&pairs)[8], const uint8_t* codes, int row, int block,
-                                                int quarter, RawScales) {
+                                                int quarter, Scale) {
     ByteDecoder<Coding::kFp8, Element>::decode_16(pairs, nullptr,
                                                   codes + swizzled<kPieces>(row, block * 4 + quarter) * 16);
   }
   static __device__ __forceinline__ void order(uint32_t (&)[4]) {}
+  static __device__ __forceinline__ Scale ready(RawScales raw) { return raw; }
   static __device__ __forceinline__ RawScales load(const CodedStack& weight, int at, int block) {
     return __ldg(static_cast<const float*>(weight.scales) + at + (block >> weight.scale_shift));
   }
@@ -45,6 +47,7 @@ struct StackDecoder<__nv_bfloat16, StackCoding::kMxfp4> {
   static constexpr bool kScalesSums = false;
   static constexpr float kUnscale = 4294967296.0f;  // scales in registers are smaller by this factor
   using RawScales = uint32_t;
+  using Scale = uint32_t;
 
   static __device__ __forceinline__ int element(int quarter, int half) { return kMxBlock * half + 8 * quarter; }
   template <int kPieces>
@@ -56,8 +59,7 @@ struct StackDecoder<__nv_bfloat16, StackCoding::kMxfp4> {
 
   template <int kPieces>
   static __device__ __forceinline__ void decode(uint32_t (&pairs)[8], const uint8_t* codes, int row, int block,
-                                                int quarter, RawScales raw) {
-    const uint32_t both = both_scales(raw);
+                                                int quarter, Scale both) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32_t scales = scales_of(both, half);
@@ -81,9 +83,11 @@ struct StackDecoder<__nv_bfloat16, StackCoding::kMxfp4> {
     return __ldg(reinterpret_cast<const uint16_t*>(static_cast<const uint8_t*>(weight.scales) + at) + block);
   }
 
+  static __device__ __forceinline__ Scale ready(RawScales raw) { return both_scales(raw); }
+
   // The exponents of a block's halves with the bias of bfloat16, minus 32, plus the bias that the bits of codes lack.
   static __device__ __forceinline__ uint32_t both_scales(RawScales raw) {
-    return __vminu2(__byte_perm(raw, 0, 0x4140) + 0x005E005Eu, 0x00FF00FFu) << 7;
+    return __vminu2(__byte_perm(raw, 0, 0x4140) * 0x80u + 0x2F002F00u, 0x7F807F80u);
   }
   static __device__ __forceinline__ uint32_t scales_of(uint32_t both, int half) {
     return __byte_perm(both, 0, half == 0 ? 0x1010 : 0x3232);

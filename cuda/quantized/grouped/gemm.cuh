@@ -42,6 +42,7 @@ struct StackGemm {
   static constexpr int kWarpsM = kKernel.warps_m, kWarpsK = kKernel.warps_k;
   static constexpr int kTilesM = kKernel.tiles_m, kSteps = kKernel.steps, kStages = kKernel.stages;
   static constexpr int kThreads = kKernel.threads();
+  static constexpr bool kApart = kWarpsM == 1;  // no warp reads what another one copies
   static constexpr int kRows = kKernel.rows(), kColumns = kKernel.columns();
   static constexpr int kBlocks = kKernel.blocks(), kBlockK = kKernel.block_k();
   static constexpr int kRowBytes = kKernel.row_bytes(), kPieces = kRowBytes / 16;
@@ -88,14 +89,22 @@ struct StackTiles {
 template <typename Gemm>
 struct GroupCopies {
   using Element = typename Gemm::Element;
-  static constexpr int kThreads = Gemm::kThreads;
-  static constexpr int kPieces = Gemm::kPieces, kRowsOfPass = kThreads / kPieces, kPasses = Gemm::kRows / kRowsOfPass;
-  static constexpr int kTokenPieces = Gemm::kTokenBytes / 16;
+  // A warp that is apart copies its own blocks of k, and does not wait for others.
+  static constexpr int kThreads = Gemm::kApart ? 32 : Gemm::kThreads, kSharing = Gemm::kApart ? Gemm::kWarpsK : 1;
+  static constexpr int kPieces = Gemm::kPieces / kSharing;
+  static constexpr int kRowsOfPass = kThreads / kPieces, kPasses = Gemm::kRows / kRowsOfPass;
+  static constexpr int kTokenPieces = Gemm::kTokenBytes / 16 / kSharing;
   static constexpr int kTokenPasses = Gemm::kTokens * kTokenPieces / kThreads;
   static_assert(Gemm::kRows % kRowsOfPass == 0 && kRowsOfPass % 8 == 0 && Gemm::kTokens * kTokenPieces % kThreads == 0);
 
   const StackArgs& args;
   const StackTiles<Gemm>& tiles;
+  static __device__ __forceinline__ int thread() { return threadIdx.x % kThreads; }
+  // The piece of a row of a stage that an item copies.
+  static __device__ __forceinline__ int piece_of(int item, int pieces) {
+    return item % pieces + (Gemm::kApart ? threadIdx.x / 32 * pieces : 0);
+  }
+
   int tile, block;
   const uint8_t* weights;               // for the tile's expert
   int rows[kPasses];                    // start of this thread's rows of them
@@ -108,19 +117,19 @@ struct GroupCopies {
 
   __device__ __forceinline__ void aim() {
     if (tile >= tiles.count) return;
-    const int thread = threadIdx.x;
     const StackTile at = tiles.at(tile);
     const int row_bytes = args.k / kCodedBlock * unit_bytes(Gemm::kKernel.coding);
     weights = args.weight.data + at.code.expert() * args.weight.rows * row_bytes;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      const int row = Gemm::weight_row(args, at.column, pass * kRowsOfPass + thread / kPieces);
-      rows[pass] = row * row_bytes + thread % kPieces * 16;
+      const int row = Gemm::weight_row(args, at.column, pass * kRowsOfPass + thread() / kPieces);
+      rows[pass] = row * row_bytes + piece_of(thread(), kPieces) * 16;
     }
 #pragma unroll
     for (int pass = 0; pass < kTokenPasses; ++pass) {
-      const int index = pass * kThreads + thread, token = index / kTokenPieces;
-      tokens[pass] = token < at.code.rows() ? token_row(at, at.row + token) + index % kTokenPieces * 8 : nullptr;
+      const int index = pass * kThreads + thread(), token = index / kTokenPieces;
+      tokens[pass] =
+          token < at.code.rows() ? token_row(at, at.row + token) + piece_of(index, kTokenPieces) * 8 : nullptr;
     }
   }
 
@@ -133,8 +142,9 @@ struct GroupCopies {
 
   __device__ __forceinline__ void load_weights(uint32_t stage) const {
     constexpr int kUnit = unit_bytes(Gemm::kKernel.coding), kOfUnit = kUnit / 16;
-    const int first = block * Gemm::kBlockK, row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
-    const uint32_t shared = stage + row * Gemm::kRowBytes + Gemm::Decoder::template swizzled<kPieces>(row, piece) * 16;
+    const int first = block * Gemm::kBlockK, row = thread() / kPieces, piece = piece_of(thread(), kPieces);
+    const uint32_t shared =
+        stage + row * Gemm::kRowBytes + Gemm::Decoder::template swizzled<Gemm::kPieces>(row, piece) * 16;
     const bool present = first + piece / kOfUnit * kCodedBlock < args.k;
     const int offset = present ? block * Gemm::kRowBytes : 0;
 #pragma unroll
@@ -149,7 +159,8 @@ struct GroupCopies {
 #pragma unroll
     for (int pass = 0; pass < kTokenPasses; ++pass) {
       if (tokens[pass] == nullptr) continue;
-      const int index = pass * kThreads + threadIdx.x, row = index / kTokenPieces, piece = index % kTokenPieces;
+      const int index = pass * kThreads + thread(), row = index / kTokenPieces;
+      const int piece = piece_of(index, kTokenPieces);
       const bool present = first + piece * 8 < args.k;
       sm80::cp_async_16(
           stage + Gemm::kTokensOffset + row * Gemm::kTokenBytes + Gemm::Decoder::swizzled_tokens(row, piece) * 16,
@@ -213,17 +224,20 @@ struct StackLane {
   __device__ __forceinline__ int block(int step) const { return warp_k * Gemm::kSteps + step; }
 };
 
-// The scales of a lane's rows, read one stage ahead.
+// The scales of a warp's rows, read one stage ahead: each of a row's four lanes reads some of those that they need.
 template <typename Gemm>
 struct StackScales {
-  using Raw = typename Gemm::Decoder::RawScales[Gemm::kSteps][Gemm::kTilesM][2];
+  using Decoder = typename Gemm::Decoder;
+  static constexpr int kOfLane = (Gemm::kTilesM + 1) / 2;
+  using Scale = typename Decoder::Scale;
+  using Ready = Scale[Gemm::kSteps][kOfLane];
 
   const StackArgs& args;
   const StackTiles<Gemm>& tiles;
   const StackLane<Gemm>& lane;
   int tile, block;
-  int at[Gemm::kTilesM][2];
-  Raw next;
+  int at[kOfLane];
+  typename Decoder::RawScales next[Gemm::kSteps][kOfLane];
 
   __device__ __forceinline__ StackScales(const StackArgs& args, const StackTiles<Gemm>& tiles,
                                          const StackLane<Gemm>& lane)
@@ -235,13 +249,12 @@ struct StackScales {
   __device__ __forceinline__ void aim() {
     const StackTile place = tiles.at(tile);
 #pragma unroll
-    for (int i = 0; i < Gemm::kTilesM; ++i) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = Gemm::weight_row(args, place.column, lane.tile_row(i, half));
-        at[i][half] = static_cast<int>(place.code.expert() * args.weight.scales_of_expert +
-                                       row / args.weight.scale_rows * args.weight.scale_stride);
-      }
+    for (int own = 0; own < kOfLane; ++own) {
+      const int part = (own * 4 + lane.quarter) % (2 * Gemm::kTilesM);
+      const int row = Gemm::weight_row(args, place.column, lane.tile_row(part / 2, part % 2));
+      const int scale_row = Gemm::kKernel.coding == StackCoding::kMxfp4 ? row : row / args.weight.scale_rows;
+      at[own] =
+          static_cast<int>(place.code.expert() * args.weight.scales_of_expert + scale_row * args.weight.scale_stride);
     }
   }
 
@@ -251,22 +264,16 @@ struct StackScales {
     for (int step = 0; step < Gemm::kSteps; ++step) {
       const int place = min(block * Gemm::kBlocks + lane.block(step), args.k / kCodedBlock - 1);
 #pragma unroll
-      for (int i = 0; i < Gemm::kTilesM; ++i) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) next[step][i][half] = Gemm::Decoder::load(args.weight, at[i][half], place);
-      }
+      for (int own = 0; own < kOfLane; ++own) next[step][own] = Decoder::load(args.weight, at[own], place);
     }
   }
 
   // Returns the scales of this stage, and starts loading the next one's.
-  __device__ __forceinline__ void take(Raw& current) {
+  __device__ __forceinline__ void take(Ready& current) {
 #pragma unroll
     for (int step = 0; step < Gemm::kSteps; ++step) {
 #pragma unroll
-      for (int i = 0; i < Gemm::kTilesM; ++i) {
-        current[step][i][0] = next[step][i][0];
-        current[step][i][1] = next[step][i][1];
-      }
+      for (int own = 0; own < kOfLane; ++own) current[step][own] = Decoder::ready(next[step][own]);
     }
     if (++block * Gemm::kBlockK >= args.k) {
       block = 0;
@@ -276,25 +283,33 @@ struct StackScales {
     }
     load();
   }
+
+  // The scale of the lane's row in a half of a tile.
+  static __device__ __forceinline__ Scale of(const Scale (&ready)[kOfLane], int i, int half) {
+    const int part = i * 2 + half;
+    return __shfl_sync(0xFFFFFFFF, ready[part / 4], part % 4, 4);
+  }
 };
 
 template <typename Gemm>
 using StackSums = float[Gemm::kTilesM][Gemm::kTilesN][4];
 
-// sums += scale * (codes a^T) of a block of 64.
-template <typename Gemm, typename RawScales>
+// sums += scale * (codes a^T) of a block of 64, for the first `filled` groups of 8 tokens.
+template <typename Gemm, typename Scales>
 __device__ __forceinline__ void multiply_block(StackSums<Gemm>& sums, const uint8_t* stage, const StackLane<Gemm>& lane,
-                                               int block, const RawScales& scales) {
+                                               int block, const Scales& scales, int filled) {
   using Decoder = typename Gemm::Decoder;
   using Mma = sm80::Mma<typename Gemm::Element>;
   uint32_t codes[Gemm::kTilesM][4][4];
+  [[maybe_unused]] typename Decoder::Scale of_rows[Gemm::kTilesM][2];
 #pragma unroll
   for (int i = 0; i < Gemm::kTilesM; ++i) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t pairs[8];
+      of_rows[i][half] = StackScales<Gemm>::of(scales, i, half);
       const uint8_t* const row = stage + lane.tile_row(i, half) * Gemm::kRowBytes;
-      Decoder::template decode<Gemm::kPieces>(pairs, row, lane.row, block, lane.quarter, scales[i][half]);
+      Decoder::template decode<Gemm::kPieces>(pairs, row, lane.row, block, lane.quarter, of_rows[i][half]);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         codes[i][j][half] = pairs[2 * j];
@@ -304,6 +319,7 @@ __device__ __forceinline__ void multiply_block(StackSums<Gemm>& sums, const uint
   }
 #pragma unroll
   for (int n = 0; n < Gemm::kTilesN; ++n) {
+    if (n > 0 && n >= filled) break;
     uint32_t tokens[2][4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -332,7 +348,7 @@ __device__ __forceinline__ void multiply_block(StackSums<Gemm>& sums, const uint
 #pragma unroll
       for (int i = 0; i < Gemm::kTilesM; ++i) {
 #pragma unroll
-        for (int c = 0; c < 4; ++c) sums[i][n][c] = fmaf(of_block[i][c], scales[i][c / 2], sums[i][n][c]);
+        for (int c = 0; c < 4; ++c) sums[i][n][c] = fmaf(of_block[i][c], of_rows[i][c / 2], sums[i][n][c]);
       }
     }
   }
@@ -415,26 +431,33 @@ __device__ __forceinline__ void multiply_stack(const StackArgs& args, const Stac
 #pragma unroll 1
   for (int index = blockIdx.x; index < tiles.count; index += gridDim.x) {
     StackSums<Gemm> sums = {};
+    const StackTile tile = tiles.at(index);
+    const int filled = (tile.code.rows() + 7) / 8;
 #pragma unroll 1
     for (int begin = 0; begin < args.k; begin += Gemm::kBlockK) {
       sm80::cp_async_wait<Gemm::kStages - 2>();
-      __syncthreads();  // the block has arrived, and all warps are done with the one before it
+      // The block has arrived, and all warps are done with the one before it.
+      if constexpr (Gemm::kApart) {
+        __syncwarp();
+      } else {
+        __syncthreads();
+      }
       copies.start(ring + writing * Gemm::kStageBytes);
       writing = after(writing);
-      typename StackScales<Gemm>::Raw raw;
-      scales.take(raw);
+      typename StackScales<Gemm>::Ready ready;
+      scales.take(ready);
 #pragma unroll
       for (int step = 0; step < Gemm::kSteps; ++step) {
-        multiply_block<Gemm>(sums, raw_shared + reading * Gemm::kStageBytes, lane, lane.block(step), raw[step]);
+        multiply_block<Gemm>(sums, raw_shared + reading * Gemm::kStageBytes, lane, lane.block(step), ready[step],
+                             filled);
       }
       reading = after(reading);
     }
-    const StackTile tile = tiles.at(index);
 #pragma unroll
     for (int round = 0; round < Gemm::kTokens / Gemm::kRound; ++round) {
       const int first = round * Gemm::kRound;
       if (first >= tile.code.rows()) break;
-      if (round > 0) __syncthreads();  // the previous sums have been read
+      if (round > 0 || Gemm::kApart) __syncthreads();  // the previous sums have been read
       parts.put(sums, lane, round);
       __syncthreads();
       store_round<Gemm>(args, parts, tile, first);
