@@ -197,7 +197,7 @@ TRAINED = {
 
 def training_gains() -> dict[str, list[tuple[float, float]]]:
     """Ratios to eager's wall time and peak memory."""
-    steps = {each["model"]: of_eager(each) for each in run(STEPS)["results"] if not each.get("earlier")}
+    steps = {each["model"]: of_eager(each) for each in run(STEPS)["results"] if "note" not in each}
     adapted = run(ADAPTERS)["results"]
     return {
         **{what: [steps[model] for model in found] for what, found in TRAINED.items()},
@@ -380,7 +380,7 @@ def training_steps_table() -> str:
     for result in run(STEPS)["results"]:
         eager = result["providers"]["eager"]
         title = f"{STEP_TITLES[result['model']]}, {' x '.join(map(str, result['shape']))}"
-        title += ", an earlier version" if result.get("earlier") else ""
+        title += f", {result['note']}" if "note" in result else ""
         for way, of in result["providers"].items():
             gpu, wall = (f"{of[key] / 1e3:.1f} ({of[key] / eager[key]:.2f})" for key in ("kernel_us", "wall_us"))
             spread = f"± {of['wall_us_spread'] / 2:.0%}"
