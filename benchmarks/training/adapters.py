@@ -1,7 +1,7 @@
 """LoRA: a gated MLP with adapters on its three projections, in training and inference, and whole steps of a model.
 
     python benchmarks/training/adapters.py                  all cases of this machine's list, in 9 minutes at most
-    python benchmarks/training/adapters.py --quick          tiny sizes, few turns, nothing compiled, to see that it runs
+    python benchmarks/training/adapters.py --quick          tiny sizes, few turns, no peers but eager, to see that it runs
     python benchmarks/training/adapters.py --parts mlp --providers eager ours
     python benchmarks/training/adapters.py --from build/adapters.json  show the results of such a run; measure nothing
 
@@ -242,7 +242,7 @@ def main() -> None:
     given = parser.parse_args()
     given.rounds = given.rounds or (2 if given.quick else 5)
     given.seconds = given.seconds or (0.01 if given.quick else 0.1)
-    given.providers = given.providers or PROVIDERS[: -1 if given.quick else None]
+    given.providers = given.providers or PROVIDERS[: -2 if given.quick else None]
     transformers.utils.logging.set_verbosity_error()
     found = points.found_by(run, given)
     points.print_table(found, "LoRA", plots.case_of)
