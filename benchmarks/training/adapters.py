@@ -1,7 +1,7 @@
 """LoRA: a gated MLP with adapters on its three projections, in training and inference, and whole steps of a model.
 
     python benchmarks/training/adapters.py                  all cases of this machine's list, in 9 minutes at most
-    python benchmarks/training/adapters.py --quick          tiny sizes, few turns, eager alone beside, to see that it runs
+    python benchmarks/training/adapters.py --quick          tiny sizes, few turns, no peers, to see that it runs
     python benchmarks/training/adapters.py --parts mlp --providers eager ours
     python benchmarks/training/adapters.py --from build/adapters.json  show the results of such a run; measure nothing
 
