@@ -190,7 +190,7 @@ def main():
     given = parser.parse_args()
     given.steps = list(training_steps.STEPS) if given.steps == [] else given.steps
     if given.steps:
-        given.seconds = max(given.seconds, 0.5)  # the clock of the variant before lasts longer than a few steps
+        given.seconds = max(given.seconds, 0.5)  # a few steps run at the clock that the previous variant left
     given.blocks = training_blocks.SHAPES[DEVICE] if given.blocks else []
     points.print_table(points.found_by(run, given), "forward and backward", title)
 

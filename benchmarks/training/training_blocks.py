@@ -1,7 +1,6 @@
 """One block of a decoder, norm, MLP and sum, forward and backward, for `training.py --blocks`.
 
-On a GPU `forward_us` and `backward_us` are times of the host: what a chain of blocks takes of the CPU to be launched,
-per block.
+On a GPU `forward_us` and `backward_us` are the CPU time that launching a chain of blocks takes, per block.
 """
 
 import statistics
